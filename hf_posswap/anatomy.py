@@ -1,0 +1,294 @@
+"""Anatomy: where one live model keeps its positions. Structure is asked, names of classes never.
+
+Rotary sites are found by the contract that transformers' rotary modules share; tables of position vectors by the
+declarations in `anatomies/`, each checked on the model before anything else happens.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import PosSwapError
+from .sites import BIAS, EMBED, ROTARY
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class RotarySite:
+    """Every rotary module of the text stack (path -> module). They read one config, so they change together.
+
+    `layer_types` are the keys of `config.rope_parameters` where parameters are nested per layer type, else empty.
+    """
+
+    modules: dict[str, nn.Module]
+    config: PreTrainedConfig
+    layer_types: tuple[str, ...]
+
+    def buffers(self) -> Iterator[str]:
+        """Names of the frequency buffers of one module."""
+        for prefix in [f"{layer_type}_" for layer_type in self.layer_types] or [""]:
+            yield f"{prefix}inv_freq"
+
+    def parameters(self, config: PreTrainedConfig, layer_type: str | None) -> dict[str, Any]:
+        """The flat dict of rotary parameters, of one layer type where there are several."""
+        return config.rope_parameters[layer_type] if self.layer_types else config.rope_parameters
+
+
+@dataclass(frozen=True)
+class TableSite:
+    """A learned table of position vectors, and everything on the model that has its length.
+
+    `owner` holds the table under `attribute`, an nn.Embedding (rows, E) or a Parameter (1, rows, E). The first
+    `reserved` rows are not positions (padding, offsets, prefix tokens). `counted` says whether the config's length
+    counts them. `buffers` are index buffers of the owner, as long as the table.
+    """
+
+    family: str
+    path: str
+    owner: nn.Module
+    attribute: str
+    reserved: int
+    counted: bool
+    config: PreTrainedConfig
+    buffers: tuple[str, ...] = ()
+    grid: tuple[int, int] | None = None
+    patch: int | None = None
+
+    @property
+    def holder(self) -> tuple[nn.Module, str]:
+        """The module that holds the table's Parameter, and its name there."""
+        table = getattr(self.owner, self.attribute)
+        return (table, "weight") if isinstance(table, nn.Embedding) else (self.owner, self.attribute)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        holder, name = self.holder
+        return getattr(holder, name)
+
+    @property
+    def rows(self) -> Tensor:
+        """The whole table as (rows, E), reserved rows first."""
+        return self.weight.detach().reshape(-1, self.weight.shape[-1])
+
+    @property
+    def length(self) -> int:
+        """Positions that the table holds."""
+        return self.rows.shape[0] - self.reserved
+
+
+@dataclass(frozen=True)
+class BiasSite:
+    """Learned biases per relative distance, nn.Embedding each (path -> module), as T5 and MPNet have them."""
+
+    tables: dict[str, nn.Embedding]
+
+
+@dataclass(frozen=True)
+class TableDeclaration:
+    """Where a family keeps its table: what `anatomies/*.py` say.
+
+    `attribute`: the table's name on its owner. `fits(owner, config)`: whether this owner is of the family.
+    `reserved(owner)`: rows that are not positions. The rest is as in TableSite.
+    """
+
+    family: str
+    attribute: str
+    fits: Callable[[nn.Module, PreTrainedConfig], bool]
+    reserved: Callable[[nn.Module], int]
+    counted: bool = True
+    buffers: tuple[str, ...] = ()
+    grid: Callable[[nn.Module], tuple[int, int]] | None = None
+    patch: Callable[[nn.Module], int] | None = None
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The sites of one model; None means absent."""
+
+    model: PreTrainedModel
+    rotary: RotarySite | None = None
+    table: TableSite | None = None
+    bias: BiasSite | None = None
+    _layers: dict[str, nn.Module] = field(default_factory=dict)
+
+    @property
+    def sites(self) -> frozenset[str]:
+        present = {ROTARY: self.rotary, EMBED: self.table, BIAS: self.bias}
+        return frozenset(name for name, site in present.items() if site is not None)
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return text_config(self.model)
+
+    def first_layer(self) -> tuple[str, nn.Module]:
+        """(path, module) of the first layer of the stack that the rotary modules serve.
+
+        Raises PosSwapError where it does not take `position_ids`: nothing could then be added there by position.
+        """
+        for path, module in self.model.named_modules():
+            if isinstance(module, nn.ModuleList) and len(module) == self.config.num_hidden_layers and len(module):
+                if "position_ids" in inspect.signature(module[0].forward).parameters:
+                    return f"{path}.0", module[0]
+                raise PosSwapError(
+                    f"the layers at {path} take no position_ids, so no position vector can be added before them"
+                )
+        raise PosSwapError(f"no list of {self.config.num_hidden_layers} layers was found in {kind(self.model)}")
+
+
+def kind(model: nn.Module) -> str:
+    return type(model).__name__
+
+
+def text_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """The config of the text stack; the model's own where there is no other."""
+    return model.config.get_text_config()
+
+
+def examine(model: PreTrainedModel) -> Anatomy:
+    """Find the sites of a model. Raises PosSwapError where there is none, or where what is found is not understood."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        inner = next((a for a in ("_orig_mod", "module", "base_model") if hasattr(model, a)), None)
+        hint = f"; patch the model inside first (it seems to be under .{inner}), then wrap it" if inner else ""
+        raise PosSwapError(f"model={kind(model)} is not a transformers model{hint}")
+    rotary, table, bias = find_rotary(model), find_table(model), find_bias(model)
+    anatomy = Anatomy(model, rotary, table, bias)
+    if not anatomy.sites:
+        raise PosSwapError(
+            f"{kind(model)} (model_type {model.config.model_type!r}) has no site this package recognises: no module "
+            "follows transformers' rotary contract, and no table of position vectors matches a declared family"
+        )
+    if table is not None:
+        _refuse_unexplained(model, table, bias)
+    return anatomy
+
+
+def follows_rotary_contract(module: nn.Module) -> bool:
+    """Whether a module is one of transformers' rotary modules: buffers, default function and config."""
+    parameters = getattr(getattr(module, "config", None), "rope_parameters", None)
+    if not isinstance(parameters, dict) or not hasattr(module, "compute_default_rope_parameters"):
+        return False
+    return any(name.endswith("original_inv_freq") for name in module._buffers)
+
+
+def find_rotary(model: PreTrainedModel) -> RotarySite | None:
+    config = text_config(model)
+    modules = {
+        path: module
+        for path, module in model.named_modules()
+        if follows_rotary_contract(module) and module.config is config
+    }
+    if not modules or getattr(config, "alibi", False):  # Falcon builds its rotary module even where ALiBi is used
+        return None
+    first = next(iter(modules.values()))
+    layer_types = tuple(
+        sorted(n[: -len("_original_inv_freq")] for n in first._buffers if n.endswith("_original_inv_freq"))
+    )
+    return RotarySite(modules, config, layer_types)
+
+
+def find_table(model: PreTrainedModel) -> TableSite | None:
+    """The one learned table of a declared family. Raises PosSwapError where a model has several."""
+    config = text_config(model)
+    found = [
+        (path, owner, declaration)
+        for path, owner in model.named_modules()
+        for declaration in declarations()
+        if isinstance(getattr(owner, declaration.attribute, None), (nn.Embedding, nn.Parameter))
+        and declaration.fits(owner, config)
+    ]
+    if not found:
+        return None
+    if len(found) > 1:
+        raise PosSwapError(f"{kind(model)} has several tables of positions ({', '.join(p for p, *_ in found)})")
+    path, owner, declaration = found[0]
+    return TableSite(
+        family=declaration.family,
+        path=f"{path}.{declaration.attribute}".lstrip("."),
+        owner=owner,
+        attribute=declaration.attribute,
+        reserved=declaration.reserved(owner),
+        counted=declaration.counted,
+        config=config,
+        buffers=tuple(name for name in declaration.buffers if name in owner._buffers),
+        grid=declaration.grid(owner) if declaration.grid else None,
+        patch=declaration.patch(owner) if declaration.patch else None,
+    )
+
+
+def find_bias(model: PreTrainedModel) -> BiasSite | None:
+    tables = {
+        f"{path}.relative_attention_bias": module.relative_attention_bias
+        for path, module in model.named_modules()
+        if isinstance(getattr(module, "relative_attention_bias", None), nn.Embedding)
+    }
+    return BiasSite(tables) if tables else None
+
+
+@cache
+def declarations() -> tuple[TableDeclaration, ...]:
+    """Every TABLE in `anatomies/`."""
+    from . import anatomies
+
+    files = pkgutil.iter_modules(anatomies.__path__)
+    return tuple(importlib.import_module(f"{anatomies.__name__}.{file.name}").TABLE for file in files)
+
+
+def find_pairing(site: RotarySite, model: PreTrainedModel) -> str | None:
+    """`halves` or `interleaved`: which dimension turns with dimension 0, asked of the model's own function.
+
+    None where the modeling file has no `apply_rotary_pos_emb` of the usual form, or it pairs in another way.
+    """
+    twin = plain_twin(site)
+    arguments = (site.layer_types[0],) if site.layer_types else ()
+    cos, sin = twin(torch.zeros(1, 1, 1), torch.ones(1, 1, dtype=torch.long), *arguments)[:2]
+    apply = getattr(sys.modules[type(model.base_model).__module__], "apply_rotary_pos_emb", None)
+    if apply is None or not isinstance(cos, Tensor) or cos.dim() != 3:
+        return None
+    config = site.config
+    probe = torch.zeros(1, 1, 1, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    probe[..., 0] = 1.0
+    try:
+        turned = apply(probe, probe, cos, sin)[0]
+    except (TypeError, RuntimeError):
+        return None
+    partner = [i for i in turned.flatten().nonzero().flatten().tolist() if i != 0]
+    half = twin.get_buffer(next(site.buffers())).shape[-1]
+    return {1: "interleaved", half: "halves"}.get(partner[0]) if len(partner) == 1 else None
+
+
+def plain_twin(site: RotarySite) -> nn.Module:
+    """A fresh rotary module with the default rotation, whatever scaling the config carries."""
+    import copy
+
+    config = copy.deepcopy(site.config)
+    for layer_type in site.layer_types or (None,):
+        parameters = site.parameters(config, layer_type)
+        parameters["rope_type"] = "default"
+    return type(next(iter(site.modules.values())))(config)
+
+
+def _refuse_unexplained(model: PreTrainedModel, table: TableSite, bias: BiasSite | None) -> None:
+    """A second, unknown place for positions beside a table would stay behind in silence: refuse the model."""
+    known = {id(module) for module in table.owner.modules()} | {id(t) for t in (bias.tables.values() if bias else ())}
+    known.add(id(model.get_input_embeddings()))
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and id(module) not in known:
+            raise PosSwapError(f"{kind(model)} holds another table at {path} whose part in its positions is unknown")
+    rows = table.rows.shape[0]
+    for path, buffer in model.named_buffers():
+        if table.grid is None and buffer.dim() >= 2 and buffer.shape[-2:] == (rows, rows):
+            raise PosSwapError(f"{kind(model)} holds a mask of {rows} x {rows} at {path}, which cannot be resized")

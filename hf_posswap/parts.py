@@ -1,0 +1,79 @@
+"""What patching leaves inside a model: small functions without state, so that nothing has to be saved or rebuilt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import PosSwapError
+
+
+def move_without_cast(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """An `nn.Module._apply` that moves tensors between devices and leaves their dtype alone.
+
+    `.to(bfloat16)`, `.half()` and mixed-precision engines go through `_apply`; a frequency rounded to bf16 is off
+    by a whole turn after a few hundred positions.
+    """
+
+    def keep(tensor: Tensor) -> Tensor:
+        moved = fn(tensor)
+        return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+    return type(module)._apply(module, keep, recurse)
+
+
+def zero_frequencies(config: Any, *_: Any, size: int = 0, **__: Any) -> tuple[Tensor, float]:
+    """A silenced rotary module's `compute_default_rope_parameters`: no dimension turns, R / 2 = `size` zeros."""
+    return torch.zeros(size), 1.0
+
+
+def add_positions(
+    module: nn.Module, args: tuple, kwargs: dict, *, names: tuple[str, ...], vectors: Callable[[Tensor], Tensor]
+) -> tuple[tuple, dict]:
+    """Add position vectors to the hidden states (B, S, E) that enter a layer."""
+    given = dict(zip(names, args, strict=False)) | kwargs
+    position_ids = given.get("position_ids")
+    if position_ids is None or position_ids.dim() != 2:
+        raise PosSwapError(
+            f"position_ids={position_ids if position_ids is None else tuple(position_ids.shape)} reached the first "
+            "layer where (batch, sequence) is needed; the installed position vectors cannot be added"
+        )
+    hidden_states = given["hidden_states"]
+    given["hidden_states"] = hidden_states + vectors(position_ids).to(hidden_states.dtype)
+    return (), given
+
+
+def positions_from_mask(
+    module: nn.Module, args: tuple, kwargs: dict, *, names: tuple[str, ...]
+) -> tuple[tuple, dict]:
+    """Number the real tokens of each row from 0 where the caller gave a padding mask (B, S) and no position_ids.
+
+    A rotary model does not notice where its positions start, so callers leave them out; an absolute one does.
+    """
+    given = dict(zip(names, args, strict=False)) | kwargs
+    mask = given.get("attention_mask")
+    if given.get("position_ids") is None and isinstance(mask, Tensor) and mask.dim() == 2:
+        inputs = given.get("input_ids") if given.get("input_ids") is not None else given["inputs_embeds"]
+        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        given["position_ids"] = positions[:, positions.shape[1] - inputs.shape[1] :]
+    return (), given
+
+
+def refuse_longer(
+    module: nn.Module, args: tuple, kwargs: dict, *, names: tuple[str, ...], limit: int
+) -> tuple[tuple, dict]:
+    """Raise PosSwapError for a sequence that does not fit the table; read from shapes, without a device sync."""
+    given = dict(zip(names, args, strict=False)) | kwargs
+    inputs = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    if inputs is not None:
+        past = given.get("past_key_values")
+        length = inputs.shape[1] + (past.get_seq_length() if past is not None else 0)
+        if isinstance(length, int) and length > limit:
+            raise PosSwapError(
+                f"input_ids: a sequence of {length} tokens is longer than this model's {limit} positions; "
+                f"patch_model(model, 'learned', max_positions={length}) makes room"
+            )
+    return args, kwargs

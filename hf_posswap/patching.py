@@ -1,0 +1,197 @@
+"""Patching: plan, apply, record, undo. Only this file (through `edits.py`) changes a model."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from .anatomy import Anatomy, examine, kind
+from .edits import ABSENT, Journal, Replace
+from .errors import PosSwapError, RecalibrationWarning
+from .planning import Plan, limit_edits, pairing_edits, plan, rotary_edits, rotary_geometry
+from .record import KEY, PORTABLE, Record, config_values, owner_of
+from .scheme import Scheme, make_scheme
+from .sites import BIAS, EMBED
+
+ATTRIBUTE = "_posswap"
+
+
+@dataclass
+class Patch:
+    """What a patched model carries. `journal` takes the patch back; None where what it replaced is gone.
+
+    `outside` are edits of the tokenizer and processor that the caller handed in: theirs, not the model's, to undo.
+    """
+
+    record: Record
+    journal: Journal | None
+    outside: Journal = field(default_factory=Journal)
+
+
+def patch_model(
+    model: nn.Module,
+    scheme: str | Scheme,
+    *,
+    tokenizer: Any = None,
+    processor: Any = None,
+    dry_run: bool = False,
+    **params: Any,
+) -> Any:
+    """Swap the way a model knows where a token is, in place, and return the same model.
+
+    Args:
+        model: a transformers model, not wrapped by PEFT, DDP or torch.compile.
+        scheme: a name from `list_schemes()`, or a Scheme object.
+        tokenizer, processor: their limits (tokens, pixels) are updated with the model's.
+        dry_run: return the Plan, which prints itself, and change nothing.
+        params: the scheme's own parameters, under transformers' names.
+
+    Raises:
+        PosSwapError: an argument is wrong, the pair is unsupported, or nothing would change. The model is then
+            as it was, to the bit.
+
+    A patched model is patched anew from its un-patched original, and the same patch twice is one. Warns with
+    RecalibrationWarning where the model must be fine-tuned before it is of use.
+    """
+    scheme = make_scheme(scheme, params)
+    patch = patch_of(model)
+    if patch is not None and patch.record.make_scheme() == scheme and not dry_run:
+        _swap_limits(model, patch, limit_edits(model, _text(model), patch.record.length, tokenizer, processor))
+        return model
+    if patch is not None:
+        _revert(model, patch)
+    try:
+        new = plan(model, scheme, tokenizer, processor)
+        if not dry_run:
+            install(model, new)
+    except BaseException:
+        _reapply(model, patch)
+        raise
+    if dry_run:
+        _reapply(model, patch)
+        return new
+    if new.recalibrate:
+        warnings.warn(new.notes[0], RecalibrationWarning, stacklevel=2)
+    return model
+
+
+def unpatch_model(model: nn.Module, *, tokenizer: Any = None, processor: Any = None) -> Any:
+    """Take a patch back, in place, and return the same model: logits, state_dict keys and config as before.
+
+    A tokenizer or processor whose limits the patch updated gets its own back when passed here.
+
+    Raises:
+        PosSwapError: the model is not patched, or was reloaded from a checkpoint that no longer holds what the
+            patch replaced (a table of positions).
+    """
+    patch = patch_of(model)
+    if patch is None:
+        raise PosSwapError(f"model={kind(model)} is not patched; there is nothing to undo")
+    _revert(model, patch)
+    for edit in reversed(patch.outside.edits):
+        if edit.owner is tokenizer or edit.owner is processor:
+            edit.swap()
+    return model
+
+
+def patch_of(model: nn.Module) -> Patch | None:
+    """The patch a model carries; taken over from its config where transformers itself loaded the checkpoint."""
+    patch = getattr(model, ATTRIBUTE, None)
+    record = record_of(model)
+    if patch is None and record is not None:
+        patch = adopt(model, record)
+    return patch
+
+
+def record_of(model: nn.Module) -> Record | None:
+    """What the model's config says of a swap, None where it says nothing."""
+    data = getattr(getattr(model, "config", None), KEY, None)
+    return None if data is None else Record.from_dict(data)
+
+
+def install(model: nn.Module, new: Plan) -> None:
+    """Apply a plan: the model gets a config of its own, then the edits; all of it or none."""
+    own_configs = [
+        Replace(module, "config", new.configs[id(module.config)])
+        for module in model.modules()
+        if id(getattr(module, "config", None)) in new.configs
+    ]
+    outside = [e for e in new.edits if isinstance(e, Replace) and not isinstance(e.owner, nn.Module)]
+    inside = [e for e in new.edits if e not in outside]
+    Journal(own_configs + inside + outside).apply()
+    journal = Journal(_config_edits(new.config, new.original) + inside)
+    setattr(model, ATTRIBUTE, Patch(new.record(), journal, Journal(outside)))
+
+
+def adopt(model: nn.Module, record: Record) -> Patch:
+    """Take over a native checkpoint that transformers loaded, so that it can be described, re-patched and undone."""
+    if record.storage == PORTABLE:
+        raise PosSwapError(
+            f"this model's config says {record.scheme!r}, stored portable, and the model was built without it; "
+            "load the checkpoint with hf_posswap.from_pretrained"
+        )
+    anatomy = examine(model)
+    journal = None
+    if not _replaced_sites(anatomy, record) & {EMBED, BIAS}:
+        journal = Journal(_config_edits(model.config, record.original) + _way_back(anatomy, record))
+    patch = Patch(record, journal)
+    setattr(model, ATTRIBUTE, patch)
+    return patch
+
+
+def _replaced_sites(anatomy: Anatomy, record: Record) -> frozenset[str]:
+    """The sites of a model that a recorded swap took over or silenced."""
+    return record.make_scheme().sites & anatomy.sites or anatomy.sites
+
+
+def _way_back(anatomy: Anatomy, record: Record) -> list[Replace]:
+    """Edits, already made, whose other side is the rotary site as the record's original config builds it."""
+    back = Plan(anatomy, record.make_scheme(), anatomy.model.config)
+    before = copy.deepcopy(anatomy.model.config)
+    for path, value in config_values(record.original):
+        setattr(*owner_of(before, path), copy.deepcopy(value))
+    rotary_edits(back, anatomy.rotary, before.get_text_config())
+    for edit in back.edits:
+        if edit.name == "_apply":  # belongs to the patched side: make it now, undo it later
+            edit.swap()
+    if "pairing" in record.original:
+        geometry = rotary_geometry(anatomy, next(iter(anatomy.rotary.layer_types), None))
+        # the rows are permuted already; the other order of the two is the inverse permutation
+        pairing_edits(back, geometry, "halves" if record.params["pairing"] == "interleaved" else "interleaved")
+    return back.edits
+
+
+def _config_edits(config: Any, original: dict[str, Any]) -> list[Replace]:
+    """Edits, already made, whose other side is the config as it was."""
+    before = [Replace(*owner_of(config, path), copy.deepcopy(value)) for path, value in config_values(original)]
+    return [*before, Replace(config, KEY, ABSENT)]
+
+
+def _revert(model: nn.Module, patch: Patch) -> None:
+    if patch.journal is None:
+        source = patch.record.source or "the original model"
+        raise PosSwapError(
+            f"{patch.record.scheme}: this checkpoint no longer holds the table that the swap replaced, so it cannot be "
+            f"undone or swapped again; load {source} and patch that"
+        )
+    patch.journal.revert()
+    delattr(model, ATTRIBUTE)
+
+
+def _reapply(model: nn.Module, patch: Patch | None) -> None:
+    if patch is not None:
+        patch.journal.apply()
+        setattr(model, ATTRIBUTE, patch)
+
+
+def _swap_limits(model: nn.Module, patch: Patch, edits: list[Replace]) -> None:
+    Journal(edits).apply()
+    patch.outside.edits += edits
+
+
+def _text(model: nn.Module) -> Any:
+    return model.config.get_text_config()

@@ -1,0 +1,80 @@
+"""Record: what a patched model's config says of the swap, under the one extra key `posswap`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from .errors import PosSwapError, nearest
+from .scheme import Scheme, make_scheme
+
+KEY = "posswap"
+VERSION = 1
+NATIVE, PORTABLE = "native", "portable"
+
+# Stands where a rope_type would in a portable checkpoint: stock transformers stops at it instead of loading a
+# model whose rotation this package had silenced.
+FOREIGN_ROPE_TYPE = "hf_posswap"
+
+
+@dataclass(frozen=True)
+class Record:
+    """scheme, params: the swap. storage: `native` (any reader of the config) or `portable` (this package).
+
+    length: the longest sequence, in tokens (patches), the result is meant for. original: config values before the
+    swap, by dotted path (`pairing`, the one that no config holds, beside them). measured: numbers read off the
+    model at the swap and needed again at a reload. source: the un-patched model's name or path.
+    """
+
+    scheme: str
+    params: dict[str, Any]
+    storage: str
+    length: int
+    original: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, float] = field(default_factory=dict)
+    source: str = ""
+    version: int = VERSION
+
+    def make_scheme(self) -> Scheme:
+        return make_scheme(self.scheme, self.params)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: Any) -> Record:
+        """Read a config's record. Raises PosSwapError for anything that `to_dict` cannot have written."""
+        if not isinstance(data, dict):
+            raise PosSwapError(f"{KEY}={data!r} in the config is not a record")
+        version = data.get("version")
+        if isinstance(version, int) and version > VERSION:
+            raise PosSwapError(f"{KEY}.version={version} was written by a newer hf_posswap; upgrade to read it")
+        known = {f.name: f for f in fields(Record)}
+        for key in data:
+            if key not in known:
+                raise PosSwapError(f"{KEY}.{key} in the config is unknown; {nearest(key, known)}")
+        missing = known.keys() - data.keys()
+        if missing:
+            raise PosSwapError(f"{KEY} in the config lacks {sorted(missing)}")
+        types = {"scheme": str, "params": dict, "storage": str, "length": int, "version": int, "source": str}
+        for key, expected in (types | {"original": dict, "measured": dict}).items():
+            if not isinstance(data[key], expected) or isinstance(data[key], bool):
+                raise PosSwapError(f"{KEY}.{key}={data[key]!r} in the config is not a {expected.__name__}")
+        if data["storage"] not in (NATIVE, PORTABLE):
+            raise PosSwapError(f"{KEY}.storage={data['storage']!r}; {nearest(data['storage'], (NATIVE, PORTABLE))}")
+        if version != VERSION:
+            raise PosSwapError(f"{KEY}.version={version!r} is unknown; this hf_posswap reads {VERSION}")
+        return Record(**data)
+
+
+def owner_of(holder: Any, path: str) -> tuple[Any, str]:
+    """(config that holds it, its name there) for a dotted path, in a config object or in its dict."""
+    *parents, name = path.split(".")
+    for part in parents:
+        holder = holder[part] if isinstance(holder, dict) else getattr(holder, part)
+    return holder, name
+
+
+def config_values(original: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The (path, value) pairs of a record's `original` that are the config's own."""
+    return [(path, value) for path, value in original.items() if path != "pairing"]

@@ -1,0 +1,116 @@
+"""Scheme: a named, validated set of parameters that says what belongs at each site; and the registry of them."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from typing import Any, ClassVar
+
+from .errors import PosSwapError, nearest
+from .sites import EmbedChange, EmbedGeometry, RotaryChange, RotaryGeometry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """Base of every scheme. The fields are the schema: a parameter that is not a field is refused by name.
+
+    `name` is what users type, `sites` where the scheme puts something, `paper` its source. `keeps_function` is
+    true of a scheme made to continue what a model trained with the same site already does; after any other swap
+    the model must be recalibrated.
+    """
+
+    name: ClassVar[str]
+    sites: ClassVar[frozenset[str]] = frozenset()
+    paper: ClassVar[str] = ""
+    keeps_function: ClassVar[bool] = False
+
+    def rotary(self, site: RotaryGeometry) -> RotaryChange:
+        raise NotImplementedError(f"{self.name} puts nothing at the rotary site")
+
+    def embed(self, site: EmbedGeometry) -> EmbedChange:
+        raise NotImplementedError(f"{self.name} puts nothing at the embed site")
+
+    def given(self) -> dict[str, Any]:
+        """The parameters that differ from their defaults, ready for JSON."""
+        defaults = {f.name: f.default for f in fields(self)}
+        return {k: v for k, v in asdict(self).items() if v != defaults[k]}
+
+    def __str__(self) -> str:
+        given = ", ".join(f"{k}={v}" for k, v in self.given().items())
+        return f"{self.name}({given})"
+
+    # --- what the schemes use to check their own fields
+
+    def refuse(self, argument: str, reason: str) -> PosSwapError:
+        """The error for a parameter of this scheme: argument, value, reason."""
+        return PosSwapError(f"{self.name}: {argument}={getattr(self, argument)!r} {reason}")
+
+    def check_number(self, argument: str, *, at_least: float | None = None, above: float | None = None) -> None:
+        """Raise unless the field is None or a finite number within its bounds."""
+        value = getattr(self, argument)
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise self.refuse(argument, "is not a finite number")
+        if at_least is not None and value < at_least:
+            raise self.refuse(argument, f"is too small; the least value is {at_least:g}")
+        if above is not None and value <= above:
+            raise self.refuse(argument, f"must be greater than {above:g}")
+
+    def check_count(self, argument: str) -> None:
+        """Raise unless the field is None or a positive integer."""
+        value = getattr(self, argument)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise self.refuse(argument, "is not a positive integer")
+
+    def check_choice(self, argument: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, argument)
+        if value not in choices:
+            raise self.refuse(argument, f"is unknown; {nearest(value, choices)}")
+
+
+@cache
+def registry() -> Mapping[str, type[Scheme]]:
+    """Every scheme class in `hf_posswap/schemes`, by the name users type. A name taken twice is an error."""
+    from . import schemes
+
+    found: dict[str, type[Scheme]] = {}
+    for file in pkgutil.iter_modules(schemes.__path__):
+        if file.name.startswith("_"):
+            continue
+        module = importlib.import_module(f"{schemes.__name__}.{file.name}")
+        for cls in vars(module).values():
+            if not (isinstance(cls, type) and issubclass(cls, Scheme) and "name" in vars(cls)):
+                continue
+            if found.setdefault(cls.name, cls) is not cls:
+                raise RuntimeError(f"two schemes are called {cls.name!r}: {found[cls.name]} and {cls}")
+    return dict(sorted(found.items()))
+
+
+def list_schemes() -> list[str]:
+    """The names that `patch_model` accepts, sorted."""
+    return list(registry())
+
+
+def make_scheme(scheme: str | Scheme, params: Mapping[str, Any]) -> Scheme:
+    """A validated Scheme from a name and parameters, or the Scheme object itself."""
+    if isinstance(scheme, Scheme):
+        if params:
+            raise PosSwapError(f"parameters {sorted(params)} were given beside a Scheme object; put them into it")
+        return scheme
+    if not isinstance(scheme, str) or scheme not in registry():
+        raise PosSwapError(f"scheme={scheme!r} is unknown; {nearest(scheme, registry())}")
+    cls = registry()[scheme]
+    known = {f.name for f in fields(cls)}
+    for argument, value in params.items():
+        if argument not in known:
+            hint = nearest(argument, known) if known else "it takes no parameters"
+            raise PosSwapError(f"{scheme}: {argument}={value!r} is not a parameter of this scheme; {hint}")
+    required = [f.name for f in fields(cls) if f.default is f.default_factory and f.name not in params]
+    if required:
+        raise PosSwapError(f"{scheme}: missing {', '.join(required)}")
+    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in params.items()})

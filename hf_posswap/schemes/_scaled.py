@@ -1,0 +1,60 @@
+"""What the context-scaling rotary schemes share: the factor, the lengths, and the keys transformers reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..errors import PosSwapError
+from ..scheme import Scheme
+from ..sites import ROTARY, RotaryChange, RotaryGeometry
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledRope(Scheme):
+    """A rotary scheme that stretches the trained length L to s * L. Give `factor` (s) or `target_length` (s * L).
+
+    factor: s >= 1, no unit. target_length: tokens. original_max_position_embeddings: L in tokens, where the
+    config does not tell it. rope_theta: base of the frequencies (the model's own where None). layer_types: the
+    layer types to scale on models that keep one rotary per type (full attention only where None).
+    """
+
+    sites: ClassVar = frozenset({ROTARY})
+    keeps_function: ClassVar = True
+    keeps_config_length: ClassVar[bool] = False  # true where readers multiply max_position_embeddings themselves
+
+    factor: float | None = None
+    target_length: int | None = None
+    original_max_position_embeddings: int | None = None
+    rope_theta: float | None = None
+    layer_types: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        self.check_number("factor", at_least=1)
+        self.check_count("target_length")
+        self.check_count("original_max_position_embeddings")
+        self.check_number("rope_theta", above=0)
+        if self.factor is not None and self.target_length is not None:
+            raise self.refuse("factor", f"was given together with target_length={self.target_length}; give one of them")
+        if self.factor is None and self.target_length is None:
+            raise PosSwapError(f"{self.name}: give factor (a number >= 1) or target_length (tokens)")
+
+    def scaling(self, site: RotaryGeometry, factor: float) -> dict[str, Any]:
+        """The keys of `rope_parameters` that make this scheme, for a resolved factor."""
+        raise NotImplementedError
+
+    def rotary(self, site: RotaryGeometry) -> RotaryChange:
+        original = self.original_max_position_embeddings or site.length
+        if self.target_length is not None and self.target_length <= original:
+            raise self.refuse("target_length", f"is not beyond the model's {original} tokens")
+        factor = self.factor if self.factor is not None else self.target_length / original
+        length = self.target_length or int(original * factor)
+        base = dict(site.rope_parameters)
+        if self.rope_theta is not None:
+            base["rope_theta"] = float(self.rope_theta)
+        scaling = self.scaling(RotaryGeometry(base, original, site.head_dim, site.rotary_dim, site.pairing), factor)
+        return RotaryChange(
+            rope_parameters=base | scaling,
+            config_length=original if self.keeps_config_length else length,
+            length=length,
+        )

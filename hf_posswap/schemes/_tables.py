@@ -1,0 +1,30 @@
+"""How the learned scheme fills a resized table; the arithmetic is `positions.py`."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import positions
+from ..errors import PosSwapError
+from ..sites import EmbedGeometry
+
+
+def lookup(table: Tensor, index: Tensor) -> Tensor:
+    """Rows (..., E) of a table (P, E) at integer positions (...)."""
+    return F.embedding(index, table)
+
+
+def resized(init: str, table: Tensor, length: int) -> Tensor:
+    """(P, E) -> (length, E)."""
+    return table if length == len(table) else getattr(positions, init)(table, length)
+
+
+def resized_grid(init: str, site: EmbedGeometry, grid: tuple[int, int]) -> Tensor:
+    """(h * w, E) -> (h' * w', E)."""
+    if grid == site.grid:
+        return site.table
+    if init == "hierarchical":
+        raise PosSwapError("learned: init='hierarchical' is for text; on a grid of patches use 'interpolate' or 'tile'")
+    resize = {"interpolate": positions.resize_grid, "tile": positions.tile_grid}[init]
+    return resize(site.table, site.grid, grid)

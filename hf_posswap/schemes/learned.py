@@ -1,0 +1,80 @@
+"""learned - Convolutional Sequence to Sequence Learning (a table of position vectors), https://arxiv.org/abs/1705.03122"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from ..errors import PosSwapError
+from ..scheme import Scheme
+from ..sites import EMBED, EmbedChange, EmbedGeometry
+
+INITS = ("interpolate", "tile", "hierarchical")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned(Scheme):
+    """The model's own table of position vectors, resized. Give one of max_positions, target_length, factor, image_size.
+
+    max_positions, target_length: tokens (patches, on an image model: a square grid). factor: times the present
+    length. image_size: pixels, one number or (height, width), on image models. init: how the new rows come from
+    the old: `interpolate` (linear in text, bicubic on a grid), `tile`, `hierarchical` (text only; Su 2020).
+    """
+
+    name = "learned"
+    paper = "https://arxiv.org/abs/1705.03122"
+    sites: ClassVar = frozenset({EMBED})
+    keeps_function: ClassVar = True
+
+    max_positions: int | None = None
+    target_length: int | None = None
+    factor: float | None = None
+    image_size: int | tuple[int, int] | None = None
+    init: str = "interpolate"
+
+    def __post_init__(self) -> None:
+        self.check_count("max_positions")
+        self.check_count("target_length")
+        self.check_number("factor", at_least=1)
+        self.check_choice("init", INITS)
+        sizes = {k: v for k, v in self.given().items() if k != "init"}
+        if len(sizes) != 1:
+            raise PosSwapError(
+                f"learned: give exactly one of max_positions, target_length, factor, image_size; got {sizes or 'none'}"
+            )
+
+    def embed(self, site: EmbedGeometry) -> EmbedChange:
+        from . import _tables
+
+        if site.table is None:
+            raise PosSwapError(
+                "learned: this model has no table of position vectors to resize; 'sinusoidal' can be added to it"
+            )
+        if site.grid is not None:
+            grid = self._grid(site)
+            table = _tables.resized_grid(self.init, site, grid)
+            return EmbedChange(partial(_tables.lookup, table), length=len(table), trainable=True, grid=grid)
+        if self.image_size is not None:
+            raise self.refuse("image_size", "is for image models; give max_positions")
+        length = self.max_positions or self.target_length or int(site.length * self.factor)
+        if self.init == "hierarchical" and length > site.length**2:
+            raise PosSwapError(
+                f"learned: init='hierarchical' reaches {site.length**2} positions from {site.length}, not {length}"
+            )
+        return EmbedChange(
+            partial(_tables.lookup, _tables.resized(self.init, site.table, length)), length=length, trainable=True
+        )
+
+    def _grid(self, site: EmbedGeometry) -> tuple[int, int]:
+        """(rows, columns) of patches asked for."""
+        if self.image_size is not None:
+            size = self.image_size if isinstance(self.image_size, tuple) else (self.image_size,) * 2
+            if len(size) != 2 or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 or s % site.patch for s in size):
+                raise self.refuse("image_size", f"is not one or two multiples of the patch size {site.patch}")
+            return size[0] // site.patch, size[1] // site.patch
+        patches = self.max_positions or self.target_length or int(site.length * self.factor)
+        side = round(patches**0.5)
+        if side * side != patches:
+            raise PosSwapError(f"learned: {patches} patches are not a square grid; give image_size=(height, width)")
+        return side, side

@@ -1,0 +1,51 @@
+"""sinusoidal - Attention Is All You Need, section 3.5, https://arxiv.org/abs/1706.03762"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from ..scheme import Scheme
+from ..sites import EMBED, EmbedChange, EmbedGeometry
+
+LAYOUTS = ("interleaved", "halves")
+SCALES = ("match", "none")
+UNIT_RMS = 0.5**0.5  # of a vector of sines and cosines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sinusoidal(Scheme):
+    """A fixed vector of sines and cosines added to the token embedding.
+
+    max_positions: rows of the table, in tokens, on models that have one (its present size where None). layout:
+    `interleaved` (the paper's) or `halves`. scale: `match` gives the vectors the root mean square of the table
+    they replace (of the token embeddings where there is none), `none` leaves them at 0.707.
+    """
+
+    name = "sinusoidal"
+    paper = "https://arxiv.org/abs/1706.03762"
+    sites: ClassVar = frozenset({EMBED})
+
+    max_positions: int | None = None
+    layout: str = "interleaved"
+    scale: str = "match"
+
+    def __post_init__(self) -> None:
+        self.check_count("max_positions")
+        self.check_choice("layout", LAYOUTS)
+        self.check_choice("scale", SCALES)
+
+    def embed(self, site: EmbedGeometry) -> EmbedChange:
+        from ..positions import sinusoid
+
+        if site.dim % 2:
+            raise self.refuse("layout", f"needs an even width to pair sines with cosines; this model's is {site.dim}")
+        if site.grid is not None:
+            raise self.refuse("max_positions", "is one-dimensional, and this model's positions are a grid of patches")
+        scale = site.rms() / UNIT_RMS if self.scale == "match" else 1.0
+        return EmbedChange(
+            vectors=partial(sinusoid, dim=site.dim, layout=self.layout, scale=scale),
+            length=self.max_positions or site.length,
+            trainable=False,
+        )
