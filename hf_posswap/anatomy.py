@@ -11,7 +11,7 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +121,6 @@ class Anatomy:
     rotary: RotarySite | None = None
     table: TableSite | None = None
     bias: BiasSite | None = None
-    _layers: dict[str, nn.Module] = field(default_factory=dict)
 
     @property
     def sites(self) -> frozenset[str]:
@@ -132,19 +131,22 @@ class Anatomy:
     def config(self) -> PreTrainedConfig:
         return text_config(self.model)
 
-    def first_layer(self) -> tuple[str, nn.Module]:
-        """(path, module) of the first layer of the stack that the rotary modules serve.
+    def first_layer(self) -> tuple[str, nn.Module, nn.Module]:
+        """(path, module) of the first layer of the text stack, and the stack that calls it.
 
-        Raises PosSwapError where it does not take `position_ids`: nothing could then be added there by position.
+        Raises PosSwapError where they do not take `position_ids`: nothing could then be added there by position.
         """
-        for path, module in self.model.named_modules():
-            if isinstance(module, nn.ModuleList) and len(module) == self.config.num_hidden_layers and len(module):
-                if "position_ids" in inspect.signature(module[0].forward).parameters:
-                    return f"{path}.0", module[0]
-                raise PosSwapError(
-                    f"the layers at {path} take no position_ids, so no position vector can be added before them"
-                )
-        raise PosSwapError(f"no list of {self.config.num_hidden_layers} layers was found in {kind(self.model)}")
+        count = self.config.num_hidden_layers
+        for path, layers in self.model.named_modules():
+            if isinstance(layers, nn.ModuleList) and len(layers) == count > 0:
+                stack = self.model.get_submodule(path.rpartition(".")[0])
+                for module in (stack, layers[0]):
+                    if "position_ids" not in inspect.signature(module.forward).parameters:
+                        raise PosSwapError(
+                            f"{kind(module)} takes no position_ids, so no position vector can be added to {path}.0"
+                        )
+                return f"{path}.0", layers[0], stack
+        raise PosSwapError(f"no list of {count} layers was found in {kind(self.model)}")
 
 
 def kind(model: nn.Module) -> str:

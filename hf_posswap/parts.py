@@ -69,8 +69,9 @@ def refuse_longer(
     given = dict(zip(names, args, strict=False)) | kwargs
     inputs = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
     if inputs is not None:
-        past = given.get("past_key_values")
-        length = inputs.shape[1] + (past.get_seq_length() if past is not None else 0)
+        cache = given.get("past_key_values")
+        past = given.get("past_key_values_length", 0) if cache is None else cache.get_seq_length()
+        length = inputs.shape[1] + past
         if isinstance(length, int) and length > limit:
             raise PosSwapError(
                 f"input_ids: a sequence of {length} tokens is longer than this model's {limit} positions; "

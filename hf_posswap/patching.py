@@ -135,8 +135,15 @@ def adopt(model: nn.Module, record: Record) -> Patch:
             "load the checkpoint with hf_posswap.from_pretrained"
         )
     anatomy = examine(model)
+    replaced = _replaced_sites(anatomy, record)
+    trainable = record.make_scheme().trainable
+    if EMBED in replaced and not trainable:  # transformers loads every table as trainable
+        anatomy.table.weight.requires_grad_(False)
+    if BIAS in replaced and not trainable:
+        for table in anatomy.bias.tables.values():
+            table.weight.requires_grad_(False)
     journal = None
-    if not _replaced_sites(anatomy, record) & {EMBED, BIAS}:
+    if not replaced & {EMBED, BIAS}:
         journal = Journal(_config_edits(model.config, record.original) + _way_back(anatomy, record))
     patch = Patch(record, journal)
     setattr(model, ATTRIBUTE, patch)

@@ -41,6 +41,7 @@ class Plan:
     edits: list[Replace | Hook] = field(default_factory=list)
     original: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)
+    source: str = ""
     storage: str = NATIVE
     length: int = 0
     notes: list[str] = field(default_factory=list)
@@ -75,7 +76,7 @@ class Plan:
             length=self.length,
             original=self.original,
             measured=self.measured,
-            source=self.anatomy.model.config.name_or_path,
+            source=self.source,
         )
 
     def __str__(self) -> str:
@@ -90,16 +91,18 @@ class Plan:
 
 
 def plan(
-    model: nn.Module, scheme: Scheme, tokenizer: Any = None, processor: Any = None, measured: dict | None = None
+    model: nn.Module, scheme: Scheme, tokenizer: Any = None, processor: Any = None, recalled: Record | None = None
 ) -> Plan:
     """Everything `patch_model` would do, checked, in order. Raises PosSwapError if any of it cannot be done.
 
-    `measured` are numbers from a record, used instead of measuring the model again.
+    `recalled` is the record of a checkpoint: its numbers are used instead of measuring the model again.
     """
     anatomy = examine(model)
     configs: dict[int, Any] = {}
     new = Plan(anatomy, scheme, copy.deepcopy(model.config, configs), configs=configs)
-    new.measured = dict(measured or {})
+    new.source = model.config.name_or_path
+    if recalled is not None:
+        new.measured, new.source = dict(recalled.measured), recalled.source
 
     native = anatomy.sites
     replaced = scheme.sites & native
@@ -425,7 +428,7 @@ def _install_table(new: Plan, scheme: Scheme) -> None:
     change = scheme.embed(embed_geometry(new))
     positions = torch.arange(change.length, device=table.weight.device)
     vectors = change.vectors(positions)
-    _write_table(new, table, torch.cat([table.rows[: table.reserved].to(vectors), vectors]), change.trainable)
+    _write_table(new, table, torch.cat([table.rows[: table.reserved].to(vectors), vectors]), scheme.trainable)
     _resize_around(new, table, change)
 
 
@@ -461,9 +464,9 @@ def _resize_around(new: Plan, table: TableSite, change: EmbedChange) -> None:
         value = counts.to(old.device, old.dtype).expand(*old.shape[:-1], -1)
         new.replace(table.owner, name, value, owner_path)
     new.set_config("max_position_embeddings", rows if table.counted else change.length)
-    base = new.anatomy.model.base_model
-    names = tuple(inspect.signature(base.forward).parameters)
-    new.edits.append(Hook(base, partial(parts.refuse_longer, names=names, limit=change.length), kind(base)))
+    names = tuple(inspect.signature(table.owner.forward).parameters)
+    check = partial(parts.refuse_longer, names=names, limit=change.length)
+    new.edits.append(Hook(table.owner, check, owner_path))
 
 
 def _resize_image(new: Plan, table: TableSite, grid: tuple[int, int]) -> None:
@@ -490,7 +493,7 @@ def _silence_bias(new: Plan) -> None:
 
 def _install_addition(new: Plan, scheme: Scheme) -> None:
     """Position vectors added to what enters the first layer, on a model that has no table."""
-    path, layer = new.anatomy.first_layer()
+    path, layer, stack = new.anatomy.first_layer()
     geometry = embed_geometry(new)
     change = scheme.embed(geometry)
     if getattr(scheme, "max_positions", None) is not None:
@@ -498,10 +501,8 @@ def _install_addition(new: Plan, scheme: Scheme) -> None:
             f"{scheme.name}: max_positions={scheme.max_positions} sizes a table, and this model gets none: "
             "every position is computed; leave it out"
         )
-    base = new.anatomy.model.base_model
-    base_names, names = (tuple(inspect.signature(m.forward).parameters) for m in (base, layer))
-    if "position_ids" in base_names:
-        new.edits.append(Hook(base, partial(parts.positions_from_mask, names=base_names), kind(base)))
+    stack_names, names = (tuple(inspect.signature(m.forward).parameters) for m in (stack, layer))
+    new.edits.append(Hook(stack, partial(parts.positions_from_mask, names=stack_names), kind(stack)))
     new.edits.append(Hook(layer, partial(parts.add_positions, names=names, vectors=change.vectors), path))
     new.storage = PORTABLE
     new.effective = True

@@ -20,13 +20,15 @@ class Scheme:
 
     `name` is what users type, `sites` where the scheme puts something, `paper` its source. `keeps_function` is
     true of a scheme made to continue what a model trained with the same site already does; after any other swap
-    the model must be recalibrated.
+    the model must be recalibrated. `trainable`: what it puts into a model's own table takes gradients; of any
+    other scheme it is frozen.
     """
 
     name: ClassVar[str]
     sites: ClassVar[frozenset[str]] = frozenset()
     paper: ClassVar[str] = ""
     keeps_function: ClassVar[bool] = False
+    trainable: ClassVar[bool] = False
 
     def rotary(self, site: RotaryGeometry) -> RotaryChange:
         raise NotImplementedError(f"{self.name} puts nothing at the rotary site")

@@ -78,11 +78,10 @@ class EmbedChange:
     """What a scheme puts at an embed site.
 
     `vectors` maps positions, an integer tensor of any shape (...), to float32 vectors (..., E). `length` is the
-    number of positions it is good for. A `trainable` change is a parameter of the model; any other is frozen.
+    number of positions it is good for.
     `grid` is the (rows, columns) that an image model gets.
     """
 
     vectors: Callable[[Tensor], Tensor]
     length: int
-    trainable: bool
     grid: tuple[int, int] | None = None

@@ -26,6 +26,7 @@ class Learned(Scheme):
     paper = "https://arxiv.org/abs/1705.03122"
     sites: ClassVar = frozenset({EMBED})
     keeps_function: ClassVar = True
+    trainable: ClassVar = True
 
     max_positions: int | None = None
     target_length: int | None = None
@@ -54,7 +55,7 @@ class Learned(Scheme):
         if site.grid is not None:
             grid = self._grid(site)
             table = _tables.resized_grid(self.init, site, grid)
-            return EmbedChange(partial(_tables.lookup, table), length=len(table), trainable=True, grid=grid)
+            return EmbedChange(partial(_tables.lookup, table), length=len(table), grid=grid)
         if self.image_size is not None:
             raise self.refuse("image_size", "is for image models; give max_positions")
         length = self.max_positions or self.target_length or int(site.length * self.factor)
@@ -63,7 +64,7 @@ class Learned(Scheme):
                 f"learned: init='hierarchical' reaches {site.length**2} positions from {site.length}, not {length}"
             )
         return EmbedChange(
-            partial(_tables.lookup, _tables.resized(self.init, site.table, length)), length=length, trainable=True
+            partial(_tables.lookup, _tables.resized(self.init, site.table, length)), length=length
         )
 
     def _grid(self, site: EmbedGeometry) -> tuple[int, int]:

@@ -47,5 +47,4 @@ class Sinusoidal(Scheme):
         return EmbedChange(
             vectors=partial(sinusoid, dim=site.dim, layout=self.layout, scale=scale),
             length=self.max_positions or site.length,
-            trainable=False,
         )
