@@ -30,20 +30,39 @@ def zero_frequencies(config: Any, *_: Any, size: int = 0, **__: Any) -> tuple[Te
     return torch.zeros(size), 1.0
 
 
+def given(names: tuple[str, ...], args: tuple, kwargs: dict) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def with_argument(
+    names: tuple[str, ...], args: tuple, kwargs: dict, name: str, value: Any
+) -> tuple[tuple, dict]:
+    """The same call with one argument exchanged, in the place where the caller put it."""
+    index = names.index(name)
+    if index < len(args):
+        return (*args[:index], value, *args[index + 1 :]), kwargs
+    return args, kwargs | {name: value}
+
+
 def add_positions(
-    module: nn.Module, args: tuple, kwargs: dict, *, names: tuple[str, ...], vectors: Callable[[Tensor], Tensor]
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict,
+    *,
+    names: tuple[str, ...],
+    vectors: Callable[[Tensor], Tensor],
 ) -> tuple[tuple, dict]:
     """Add position vectors to the hidden states (B, S, E) that enter a layer."""
-    given = dict(zip(names, args, strict=False)) | kwargs
-    position_ids = given.get("position_ids")
+    call = given(names, args, kwargs)
+    position_ids, hidden_states = call.get("position_ids"), call["hidden_states"]
     if position_ids is None or position_ids.dim() != 2:
         raise PosSwapError(
             f"position_ids={position_ids if position_ids is None else tuple(position_ids.shape)} reached the first "
             "layer where (batch, sequence) is needed; the installed position vectors cannot be added"
         )
-    hidden_states = given["hidden_states"]
-    given["hidden_states"] = hidden_states + vectors(position_ids).to(hidden_states.dtype)
-    return (), given
+    moved = hidden_states + vectors(position_ids).to(hidden_states.dtype)
+    return with_argument(names, args, kwargs, "hidden_states", moved)
 
 
 def positions_from_mask(
@@ -53,24 +72,24 @@ def positions_from_mask(
 
     A rotary model does not notice where its positions start, so callers leave them out; an absolute one does.
     """
-    given = dict(zip(names, args, strict=False)) | kwargs
-    mask = given.get("attention_mask")
-    if given.get("position_ids") is None and isinstance(mask, Tensor) and mask.dim() == 2:
-        inputs = given.get("input_ids") if given.get("input_ids") is not None else given["inputs_embeds"]
-        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
-        given["position_ids"] = positions[:, positions.shape[1] - inputs.shape[1] :]
-    return (), given
+    call = given(names, args, kwargs)
+    mask = call.get("attention_mask")
+    if call.get("position_ids") is not None or not isinstance(mask, Tensor) or mask.dim() != 2:
+        return args, kwargs
+    inputs = call["inputs_embeds"] if call.get("input_ids") is None else call["input_ids"]
+    positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, mask.shape[1] - inputs.shape[1] :]
+    return with_argument(names, args, kwargs, "position_ids", positions)
 
 
 def refuse_longer(
     module: nn.Module, args: tuple, kwargs: dict, *, names: tuple[str, ...], limit: int
 ) -> tuple[tuple, dict]:
     """Raise PosSwapError for a sequence that does not fit the table; read from shapes, without a device sync."""
-    given = dict(zip(names, args, strict=False)) | kwargs
-    inputs = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    call = given(names, args, kwargs)
+    inputs = call.get("inputs_embeds") if call.get("input_ids") is None else call["input_ids"]
     if inputs is not None:
-        cache = given.get("past_key_values")
-        past = given.get("past_key_values_length", 0) if cache is None else cache.get_seq_length()
+        cache = call.get("past_key_values")
+        past = call.get("past_key_values_length", 0) if cache is None else cache.get_seq_length()
         length = inputs.shape[1] + past
         if isinstance(length, int) and length > limit:
             raise PosSwapError(

@@ -12,7 +12,15 @@ from torch import nn
 from .anatomy import Anatomy, examine, kind
 from .edits import ABSENT, Journal, Replace
 from .errors import PosSwapError, RecalibrationWarning
-from .planning import Plan, limit_edits, pairing_edits, plan, rotary_edits, rotary_geometry
+from .planning import (
+    Plan,
+    limit_edits,
+    pairing_edits,
+    plan,
+    rotary_edits,
+    rotary_geometry,
+    scaled_layer_types,
+)
 from .record import KEY, PORTABLE, Record, config_values, owner_of
 from .scheme import Scheme, make_scheme
 from .sites import BIAS, EMBED
@@ -60,7 +68,9 @@ def patch_model(
     scheme = make_scheme(scheme, params)
     patch = patch_of(model)
     if patch is not None and patch.record.make_scheme() == scheme and not dry_run:
-        _swap_limits(model, patch, limit_edits(model, _text(model), patch.record.length, tokenizer, processor))
+        _swap_limits(
+            model, patch, limit_edits(model, _text(model), patch.record.length, tokenizer, processor)
+        )
         return model
     if patch is not None:
         _revert(model, patch)
@@ -166,15 +176,19 @@ def _way_back(anatomy: Anatomy, record: Record) -> list[Replace]:
         if edit.name == "_apply":  # belongs to the patched side: make it now, undo it later
             edit.swap()
     if "pairing" in record.original:
-        geometry = rotary_geometry(anatomy, next(iter(anatomy.rotary.layer_types), None))
+        layer_types = scaled_layer_types(anatomy.rotary, back.scheme)
+        geometry = rotary_geometry(anatomy, layer_types[0])
         # the rows are permuted already; the other order of the two is the inverse permutation
-        pairing_edits(back, geometry, "halves" if record.params["pairing"] == "interleaved" else "interleaved")
+        other = "halves" if record.params["pairing"] == "interleaved" else "interleaved"
+        pairing_edits(back, geometry, other, layer_types)
     return back.edits
 
 
 def _config_edits(config: Any, original: dict[str, Any]) -> list[Replace]:
     """Edits, already made, whose other side is the config as it was."""
-    before = [Replace(*owner_of(config, path), copy.deepcopy(value)) for path, value in config_values(original)]
+    before = [
+        Replace(*owner_of(config, path), copy.deepcopy(value)) for path, value in config_values(original)
+    ]
     return [*before, Replace(config, KEY, ABSENT)]
 
 

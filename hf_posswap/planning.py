@@ -81,7 +81,9 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [f"{kind(self.anatomy.model)} -> {self.scheme} ({self.storage}, {len(self.edits)} edits)"]
-        lines += [f"  config.{path}: {old!r} -> {self._new(path)!r}" for path, old in config_values(self.original)]
+        lines += [
+            f"  config.{path}: {old!r} -> {self._new(path)!r}" for path, old in config_values(self.original)
+        ]
         lines += [f"  {edit}" for edit in self.edits]
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
@@ -91,7 +93,11 @@ class Plan:
 
 
 def plan(
-    model: nn.Module, scheme: Scheme, tokenizer: Any = None, processor: Any = None, recalled: Record | None = None
+    model: nn.Module,
+    scheme: Scheme,
+    tokenizer: Any = None,
+    processor: Any = None,
+    recalled: Record | None = None,
 ) -> Plan:
     """Everything `patch_model` would do, checked, in order. Raises PosSwapError if any of it cannot be done.
 
@@ -174,7 +180,9 @@ def scaled_layer_types(site: RotarySite, scheme: Scheme) -> tuple[str | None, ..
     asked = getattr(scheme, "layer_types", None)
     if not site.layer_types:
         if asked:
-            raise PosSwapError(f"layer_types={asked!r}: this model has one rotary for all layers; leave it out")
+            raise PosSwapError(
+                f"layer_types={asked!r}: this model has one rotary for all layers; leave it out"
+            )
         return (None,)
     if asked is None:
         if "full_attention" not in site.layer_types:
@@ -182,7 +190,9 @@ def scaled_layer_types(site: RotarySite, scheme: Scheme) -> tuple[str | None, ..
         return ("full_attention",)
     for layer_type in asked:
         if layer_type not in site.layer_types:
-            raise PosSwapError(f"layer_types: {layer_type!r} is unknown; this model's are {', '.join(site.layer_types)}")
+            raise PosSwapError(
+                f"layer_types: {layer_type!r} is unknown; this model's are {', '.join(site.layer_types)}"
+            )
     return tuple(asked)
 
 
@@ -194,14 +204,17 @@ def rotary_geometry(anatomy: Anatomy, layer_type: str | None, pairing: bool = Fa
     rotary_dim = 2 * next(iter(site.modules.values())).get_buffer(f"{prefix}inv_freq").shape[-1]
     config = site.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return RotaryGeometry(parameters, length, head_dim, rotary_dim, find_pairing(site, anatomy.model) if pairing else None)
+    return RotaryGeometry(
+        parameters, length, head_dim, rotary_dim, find_pairing(site, anatomy.model) if pairing else None
+    )
 
 
 def _install_rotary(new: Plan, scheme: Scheme) -> None:
     site = new.anatomy.rotary
     asks_pairing = getattr(scheme, "pairing", None) is not None
+    layer_types = scaled_layer_types(site, scheme)
     parameters, change, geometry = copy.deepcopy(site.config.rope_parameters), None, None
-    for layer_type in scaled_layer_types(site, scheme):
+    for layer_type in layer_types:
         geometry = rotary_geometry(new.anatomy, layer_type, pairing=asks_pairing)
         _refuse_odd(geometry, scheme)
         change = scheme.rotary(geometry)
@@ -212,14 +225,16 @@ def _install_rotary(new: Plan, scheme: Scheme) -> None:
     _write_rotary(new, parameters, change)
     rotary_edits(new, site, new.text)
     if change.pairing is not None and change.pairing != geometry.pairing:
-        _install_pairing(new, geometry, change.pairing)
+        _install_pairing(new, geometry, change.pairing, layer_types)
     new.length = change.length
 
 
 def _refuse_odd(geometry: RotaryGeometry, scheme: Scheme) -> None:
     width = geometry.head_dim * geometry.rope_parameters.get("partial_rotary_factor", 1.0)
     if int(width) % 2:
-        raise PosSwapError(f"{scheme.name}: head_dim={geometry.head_dim} rotates {int(width)} dimensions, an odd number")
+        raise PosSwapError(
+            f"{scheme.name}: head_dim={geometry.head_dim} rotates {int(width)} dimensions, an odd number"
+        )
 
 
 def _write_rotary(new: Plan, parameters: dict[str, Any], change: RotaryChange) -> None:
@@ -227,7 +242,10 @@ def _write_rotary(new: Plan, parameters: dict[str, Any], change: RotaryChange) -
     new.set_config("max_position_embeddings", change.config_length)
     # Phi-3 and others keep the trained length beside the parameters, and it wins over the one inside
     inside = change.rope_parameters.get("original_max_position_embeddings")
-    if inside is not None and getattr(new.text, "original_max_position_embeddings", None) not in (None, inside):
+    if inside is not None and getattr(new.text, "original_max_position_embeddings", None) not in (
+        None,
+        inside,
+    ):
         new.set_config("original_max_position_embeddings", inside)
 
 
@@ -264,7 +282,9 @@ def plain_state(module: nn.Module) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(module).items()
-        if name not in internal and isinstance(value, (int, float, str, tuple, list, dict)) and name != "training"
+        if name not in internal
+        and isinstance(value, (int, float, str, tuple, list, dict))
+        and name != "training"
     }
 
 
@@ -312,18 +332,25 @@ def _derived(cls: type[nn.Module], index: int, old_config: Any, new_config: Any)
     return {name: value for name, value in new.items() if not same(old.get(name), value)}
 
 
-def _install_pairing(new: Plan, geometry: RotaryGeometry, pairing: str) -> None:
+def _install_pairing(
+    new: Plan, geometry: RotaryGeometry, pairing: str, layer_types: tuple[str | None, ...]
+) -> None:
     """Turn other pairs of dimensions: the rows of q and k are permuted, the model's own rotation stays."""
     if geometry.pairing is None:
-        raise PosSwapError(f"pairing={pairing!r}: how {kind(new.anatomy.model)} pairs its dimensions is not known")
+        raise PosSwapError(
+            f"pairing={pairing!r}: how {kind(new.anatomy.model)} pairs its dimensions is not known"
+        )
     _refuse_quantised(new.anatomy.model, "rope(pairing=...)")
     new.original["pairing"] = geometry.pairing
-    pairing_edits(new, geometry, pairing)
+    pairing_edits(new, geometry, pairing, layer_types)
     new.effective = True
 
 
-def pairing_edits(new: Plan, geometry: RotaryGeometry, pairing: str) -> None:
-    """Edits that make a model which rotates `geometry.pairing` behave as one that rotates `pairing`."""
+def pairing_edits(
+    new: Plan, geometry: RotaryGeometry, pairing: str, layer_types: tuple[str | None, ...]
+) -> None:
+    """Edits that make layers which rotate `geometry.pairing` behave as if they rotated `pairing`."""
+    of_layer = new.anatomy.config.layer_types if layer_types != (None,) else None
     half = geometry.rotary_dim // 2
     interleaved_to_halves = torch.arange(geometry.rotary_dim).reshape(half, 2).T.flatten()
     order = interleaved_to_halves if pairing == "interleaved" else interleaved_to_halves.argsort()
@@ -332,19 +359,28 @@ def pairing_edits(new: Plan, geometry: RotaryGeometry, pairing: str) -> None:
     for path, module in new.anatomy.model.named_modules():
         if not (hasattr(module, "q_proj") and hasattr(module, "k_proj")):
             continue
+        if of_layer is not None and of_layer[module.layer_idx] not in layer_types:
+            continue
         found = True
         for child in ("q_proj", "k_proj", "q_norm", "k_norm"):
             for name, parameter in getattr(module, child, nn.Identity()).named_parameters(recurse=False):
                 rows = parameter.shape[0]
                 if rows % geometry.head_dim:
-                    raise PosSwapError(f"pairing={pairing!r}: {path}.{child}.{name} has {rows} rows, not whole heads")
+                    raise PosSwapError(
+                        f"pairing={pairing!r}: {path}.{child}.{name} has {rows} rows, not whole heads"
+                    )
                 index = (torch.arange(0, rows, geometry.head_dim)[:, None] + order).flatten()
                 permuted = parameter.detach()[index.to(parameter.device)]
                 new.replace(
-                    getattr(module, child), name, nn.Parameter(permuted, parameter.requires_grad), f"{path}.{child}"
+                    getattr(module, child),
+                    name,
+                    nn.Parameter(permuted, parameter.requires_grad),
+                    f"{path}.{child}",
                 )
     if not found:
-        raise PosSwapError(f"pairing={pairing!r}: no q_proj and k_proj were found in {kind(new.anatomy.model)}")
+        raise PosSwapError(
+            f"pairing={pairing!r}: no q_proj and k_proj were found in {kind(new.anatomy.model)}"
+        )
 
 
 def _silence_rotary(new: Plan, must_be_portable: bool) -> None:
@@ -358,7 +394,9 @@ def _silence_rotary(new: Plan, must_be_portable: bool) -> None:
         new.storage = PORTABLE
         new.set_config("rope_parameters", _each(site, lambda p: dict(p) | {"rope_type": FOREIGN_ROPE_TYPE}))
         zero_rotary_edits(new, site)
-    new.effective |= any(b.is_meta or bool(b.any()) for m in site.modules.values() for b in m._buffers.values())
+    new.effective |= any(
+        b.is_meta or bool(b.any()) for m in site.modules.values() for b in m._buffers.values()
+    )
     new.length = site.config.max_position_embeddings
 
 
@@ -386,7 +424,9 @@ def zero_rotary_edits(new: Plan, site: RotarySite) -> None:
         for name, buffer in module._buffers.items():
             new.replace(module, name, torch.zeros_like(buffer, dtype=torch.float32), path)
         size = next(iter(module._buffers.values())).shape[-1]
-        new.replace(module, "compute_default_rope_parameters", partial(parts.zero_frequencies, size=size), path)
+        new.replace(
+            module, "compute_default_rope_parameters", partial(parts.zero_frequencies, size=size), path
+        )
         new.replace(module, "rope_type", {t: "default" for t in site.layer_types} or "default", path)
         for prefix in [f"{t}_" for t in site.layer_types] or [""]:
             new.replace(module, f"{prefix}attention_scaling", 1.0, path)
@@ -405,9 +445,13 @@ def embed_geometry(new: Plan) -> EmbedGeometry:
         return EmbedGeometry(rows.shape[-1], len(rows), rows, rms, table.grid, table.patch)
     embeddings, config = new.anatomy.model.get_input_embeddings(), new.anatomy.config
 
-    def sample() -> Tensor:  # what the module returns, so that an embedding that scales its rows is measured right
+    def sample() -> (
+        Tensor
+    ):  # what the module returns, so that an embedding that scales its rows is measured right
         with torch.no_grad():
-            return embeddings(torch.arange(min(1024, embeddings.weight.shape[0]), device=embeddings.weight.device))
+            return embeddings(
+                torch.arange(min(1024, embeddings.weight.shape[0]), device=embeddings.weight.device)
+            )
 
     rms = partial(_measure, new, sample, "this model's token embedding")
     return EmbedGeometry(config.hidden_size, config.max_position_embeddings, None, rms)
@@ -418,7 +462,9 @@ def _measure(new: Plan, vectors: Tensor | Callable[[], Tensor], what: str) -> fl
     if "rms" not in new.measured:
         vectors = vectors() if callable(vectors) else vectors
         if vectors.is_meta:
-            raise PosSwapError(f"scale='match': {what} is on the meta device and has no values; load it first")
+            raise PosSwapError(
+                f"scale='match': {what} is on the meta device and has no values; load it first"
+            )
         new.measured["rms"] = root_mean_square(vectors)
     return new.measured["rms"]
 
@@ -528,11 +574,15 @@ def limit_edits(model: Any, config: Any, length: int, tokenizer: Any, processor:
     if processor is not None:
         size = getattr(config, "image_size", None)
         if size is None:
-            raise PosSwapError(f"processor={kind(processor)} was given for a model without images; give tokenizer=")
+            raise PosSwapError(
+                f"processor={kind(processor)} was given for a model without images; give tokenizer="
+            )
         if not hasattr(processor, "size"):
             raise PosSwapError(f"processor={kind(processor)} has no size to update")
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        edits.append(Replace(processor, "size", type(processor.size)(height=height, width=width), "processor"))
+        edits.append(
+            Replace(processor, "size", type(processor.size)(height=height, width=width), "processor")
+        )
     return [edit for edit in edits if not same(edit.current, edit.value)]
 
 
@@ -542,4 +592,6 @@ def check_tokenizer(tokenizer: Any, model: Any) -> None:
         raise PosSwapError(f"tokenizer={kind(tokenizer)} is not a tokenizer: it has no model_max_length")
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
-        raise PosSwapError(f"tokenizer has {len(tokenizer)} tokens and this {kind(model)} has {rows}: it does not fit")
+        raise PosSwapError(
+            f"tokenizer has {len(tokenizer)} tokens and this {kind(model)} has {rows}: it does not fit"
+        )

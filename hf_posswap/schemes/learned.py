@@ -71,11 +71,15 @@ class Learned(Scheme):
         """(rows, columns) of patches asked for."""
         if self.image_size is not None:
             size = self.image_size if isinstance(self.image_size, tuple) else (self.image_size,) * 2
-            if len(size) != 2 or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 or s % site.patch for s in size):
+            if len(size) != 2 or any(
+                isinstance(s, bool) or not isinstance(s, int) or s < 1 or s % site.patch for s in size
+            ):
                 raise self.refuse("image_size", f"is not one or two multiples of the patch size {site.patch}")
             return size[0] // site.patch, size[1] // site.patch
         patches = self.max_positions or self.target_length or int(site.length * self.factor)
         side = round(patches**0.5)
         if side * side != patches:
-            raise PosSwapError(f"learned: {patches} patches are not a square grid; give image_size=(height, width)")
+            raise PosSwapError(
+                f"learned: {patches} patches are not a square grid; give image_size=(height, width)"
+            )
         return side, side

@@ -24,4 +24,7 @@ class Ntk(ScaledRope):
         dim = site.rotary_dim
         if dim <= 2:
             raise PosSwapError(f"ntk: a rotary dimension of {dim} leaves no exponent R / (R - 2); use linear")
-        return {"rope_type": "default", "rope_theta": site.rope_parameters["rope_theta"] * factor ** (dim / (dim - 2))}
+        return {
+            "rope_type": "default",
+            "rope_theta": site.rope_parameters["rope_theta"] * factor ** (dim / (dim - 2)),
+        }

@@ -51,7 +51,10 @@ class Rope(Scheme):
                 )
             rotated = share * site.head_dim
             if rotated != int(rotated) or int(rotated) % 2:
-                raise self.refuse("partial_rotary_factor", f"rotates {rotated:g} of {site.head_dim} dimensions, not an even number")
+                raise self.refuse(
+                    "partial_rotary_factor",
+                    f"rotates {rotated:g} of {site.head_dim} dimensions, not an even number",
+                )
             # transformers' type for a model whose attention rotates every dimension: the rest get frequency zero
             parameters |= {"rope_type": "proportional", "partial_rotary_factor": float(share)}
         return RotaryChange(parameters, config_length=site.length, length=site.length, pairing=self.pairing)

@@ -1,0 +1,479 @@
+"""Describing: what a model had and has (`describe`), and what its positions do, measured on it (`probe`)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .anatomy import Anatomy, examine, follows_rotary_contract, kind, text_config
+from .edits import same
+from .patching import record_of
+from .planning import build, config_path, plain_state, unscaled
+from .record import FOREIGN_ROPE_TYPE, NATIVE, PORTABLE, Record
+from .sites import BIAS, EMBED, ROTARY, EmbedGeometry, RotaryGeometry
+
+NOTHING = "none"
+
+
+@dataclass(frozen=True)
+class SiteDescription:
+    """One site: the scheme it had when the model was trained, the one it has, and the numbers of the latter."""
+
+    site: str
+    had: str
+    has: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Description:
+    """What `describe` found. `length_had` and `length` are in tokens (patches); `storage` is None un-patched."""
+
+    model: str
+    model_type: str
+    sites: tuple[SiteDescription, ...]
+    length_had: int
+    length: int
+    scheme: str | None
+    storage: str | None
+
+    def __str__(self) -> str:
+        lines = [f"{self.model} ({self.model_type})"]
+        for site in self.sites:
+            change = site.has if site.had == site.has else f"{site.had} -> {site.has}"
+            lines.append(f"  {site.site:8} {change:22} {site.detail}".rstrip())
+        length = f"{self.length}" if self.length == self.length_had else f"{self.length_had} -> {self.length}"
+        lines.append(f"  length   {length}")
+        meaning = {
+            None: "not patched",
+            NATIVE: "native: stock transformers loads it, without this package",
+            PORTABLE: "portable: load it with hf_posswap.from_pretrained",
+        }
+        lines.append(f"  storage  {meaning[self.storage]}")
+        return "\n".join(lines)
+
+
+def describe(model: nn.Module) -> Description:
+    """What the model had, what it has, at which sites, native or portable. Nothing is run and nothing changed.
+
+    Raises:
+        PosSwapError: not a transformers model, or one without a recognised site.
+    """
+    anatomy, record = examine(model), record_of(model)
+    sites = [
+        describe_site(anatomy, record)
+        for present, describe_site in (
+            (anatomy.rotary, _describe_rotary),
+            (anatomy.table, _describe_table),
+            (anatomy.bias, _describe_bias),
+        )
+        if present is not None
+    ]
+    if record is not None and EMBED in record.make_scheme().sites and anatomy.table is None:
+        sites.append(SiteDescription(EMBED, NOTHING, record.scheme, "added before the first layer"))
+    length = _trained_length(anatomy) if record is None else record.length
+    return Description(
+        model=kind(model),
+        model_type=model.config.model_type,
+        sites=tuple(sites),
+        length_had=_original_length(anatomy, record),
+        length=length,
+        scheme=None if record is None else str(record.make_scheme()),
+        storage=None if record is None else record.storage,
+    )
+
+
+def _original(anatomy: Anatomy, record: Record | None, key: str) -> Any:
+    """A text config's value before the swap."""
+    path = config_path(anatomy.model.config, anatomy.config) + key
+    if record is not None and path in record.original:
+        return record.original[path]
+    return getattr(anatomy.config, key, None)
+
+
+def _trained_length(anatomy: Anatomy) -> int:
+    if anatomy.table is not None:
+        return anatomy.table.length
+    return getattr(anatomy.config, "max_position_embeddings", 0)
+
+
+def _original_length(anatomy: Anatomy, record: Record | None) -> int:
+    table = anatomy.table
+    if table is None:
+        return _original(anatomy, record, "max_position_embeddings") or 0
+    if table.grid is not None:
+        size = _original(anatomy, record, "image_size")
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        return (height // table.patch) * (width // table.patch)
+    return _original(anatomy, record, "max_position_embeddings") - (table.reserved if table.counted else 0)
+
+
+def _rotary_name(parameters: dict[str, Any]) -> str:
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type == FOREIGN_ROPE_TYPE or (
+        rope_type == "proportional" and not parameters.get("partial_rotary_factor", 1)
+    ):
+        return NOTHING
+    return {"default": "rope", "proportional": "rope"}.get(rope_type, rope_type)
+
+
+def _describe_rotary(anatomy: Anatomy, record: Record | None) -> SiteDescription:
+    site, names, details = anatomy.rotary, [], []
+    before = _original(anatomy, record, "rope_parameters")
+    for layer_type in site.layer_types or (None,):
+        old, new = (p[layer_type] if layer_type else p for p in (before, site.config.rope_parameters))
+        swapped = record is not None and ROTARY in record.make_scheme().sites and old != new
+        names.append((_rotary_name(old), record.scheme if swapped else _rotary_name(new)))
+        shown = {k: v for k, v in new.items() if k != "rope_type" and v is not None}
+        label = f"{layer_type}: " if layer_type else ""
+        if names[-1][1] != NOTHING:
+            details.append(label + ", ".join(f"{k}={_number(v)}" for k, v in shown.items()))
+    had, has = (" / ".join(dict.fromkeys(n[side] for n in names)) for side in (0, 1))
+    if record is not None and "pairing" in record.original:
+        details.append(f"pairing={record.params['pairing']}")
+    return SiteDescription(ROTARY, had, has, "; ".join(details))
+
+
+def _describe_table(anatomy: Anatomy, record: Record | None) -> SiteDescription:
+    table = anatomy.table
+    replaced = record is not None and (EMBED in record.make_scheme().sites or record.scheme == "nope")
+    has = record.scheme if replaced else "learned"
+    state = "trainable" if table.weight.requires_grad else "frozen"
+    size = f"{table.grid[0]} x {table.grid[1]} patches" if table.grid else f"{table.length} positions"
+    return SiteDescription(
+        EMBED, "learned", NOTHING if has == "nope" else has, f"{size}, width {table.rows.shape[-1]}, {state}"
+    )
+
+
+def _describe_bias(anatomy: Anatomy, record: Record | None) -> SiteDescription:
+    silenced = record is not None and not record.make_scheme().sites & anatomy.sites
+    table = next(iter(anatomy.bias.tables.values()))
+    return SiteDescription(BIAS, "t5", NOTHING if silenced else "t5", f"{table.num_embeddings} buckets")
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# --- probe
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What `probe` measured. Changes are relative: the largest difference of outputs over their root mean square.
+
+    order: change when the order of the input changes (for a causal model, of what precedes the last token, seen
+    after one layer: deeper ones learn order from the mask alone). shift: change when every position is moved by
+    the same amount, None where the model takes no positions. distance: (tokens away, change that one token makes
+    there). longest: positions accepted, None where there is no limit. faults: where what is installed is not what
+    the config says.
+    """
+
+    order: float
+    shift: float | None
+    distance: tuple[tuple[int, float], ...]
+    longest: int | None
+    faults: tuple[str, ...]
+    tolerance: float
+
+    @property
+    def knows_order(self) -> bool:
+        return self.order > self.tolerance
+
+    @property
+    def knows_absolute(self) -> bool | None:
+        return None if self.shift is None else self.shift > self.tolerance
+
+    @property
+    def ok(self) -> bool:
+        return not self.faults
+
+    def __str__(self) -> str:
+        shift = {None: "takes no positions", True: "absolute", False: "relative"}[self.knows_absolute]
+        lines = [
+            f"order     {self.order:.2e}  ({'position reaches' if self.knows_order else 'no position reaches'} the output)",
+            f"shift     {'' if self.shift is None else f'{self.shift:.2e}  '}({shift})",
+            "distance  " + ", ".join(f"{d}: {change:.2e}" for d, change in self.distance),
+            f"longest   {'no limit' if self.longest is None else self.longest}",
+        ]
+        return "\n".join(
+            lines
+            + [f"FAULT     {fault}" for fault in self.faults or ()]
+            + ([] if self.faults else ["faults    none"])
+        )
+
+
+def probe(model: nn.Module) -> Probe:
+    """Measure, on a tiny input, whether and how position reaches the live model's output, and whether what is
+    installed is what the config says. The model is run a few times without gradients and left as it was.
+
+    Raises:
+        PosSwapError: not a transformers model, or one without a recognised site.
+    """
+    anatomy = examine(model)
+    with _quiet(model), torch.no_grad():
+        subject = _ImageSubject(anatomy) if model.main_input_name == "pixel_values" else _TextSubject(anatomy)
+        called = _rotary_calls(anatomy, subject)
+        order, shift, distance = subject.order(), subject.shift(), subject.distance()
+    dtype = next(model.parameters()).dtype
+    return Probe(
+        order=order,
+        shift=shift,
+        distance=distance,
+        longest=None if anatomy.table is None else anatomy.table.length,
+        faults=tuple(_faults(anatomy, called)),
+        tolerance=100 * torch.finfo(dtype).eps,  # rounding through a stack of layers
+    )
+
+
+@contextmanager
+def _quiet(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and rotary buffers that a long input may have regrown put back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    rotary = [m for m in model.modules() if follows_rotary_contract(m)]
+    state = [(m, dict(m._buffers), plain_state(m)) for m in rotary]
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+        for module, buffers, plain in state:
+            module._buffers.update(buffers)
+            for name, value in plain.items():
+                setattr(module, name, value)
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    scale = b.double().square().mean().sqrt().clamp(min=torch.finfo(torch.float64).tiny)
+    return ((a.double() - b.double()).abs().max() / scale).item()
+
+
+class _TextSubject:
+    """Token ids in, hidden states (S, E) out: after the first layer, and after the last."""
+
+    def __init__(self, anatomy: Anatomy) -> None:
+        self.model = anatomy.model
+        limit = anatomy.table.length if anatomy.table is not None else 10**9
+        window = getattr(anatomy.config, "sliding_window", None) or limit  # its mask tells order by itself
+        self.length = min(16, max(2, limit // 2), max(2, window))
+        self.room = limit - self.length
+        generator = torch.Generator().manual_seed(0)
+        config = anatomy.config
+        special = {
+            getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "sep", "cls", "mask")
+        }
+        usable = [i for i in range(min(config.vocab_size, 512)) if i not in special]
+        picks = torch.randperm(len(usable), generator=generator)[: self.length]
+        self.ids = torch.tensor(usable)[picks.repeat(self.length)[: self.length]].to(self.model.device)
+        self.runner = self.model.get_encoder() if self.model.config.is_encoder_decoder else self.model
+        changed = self.ids.clone()
+        changed[-1] = self.ids[0]
+        self.causal = _relative(self.states(changed)[1][0], self.states(self.ids)[1][0]) == 0.0
+
+    def states(self, ids: Tensor, shift: int | None = None) -> tuple[Tensor, Tensor]:
+        arguments: dict[str, Any] = {
+            "attention_mask": torch.ones_like(ids)[None],
+            "output_hidden_states": True,
+        }
+        if shift is not None:
+            arguments["position_ids"] = torch.arange(shift, shift + len(ids), device=ids.device)[None]
+        states = self.runner(input_ids=ids[None], **arguments).hidden_states
+        return states[min(1, len(states) - 1)][0], states[-1][0]
+
+    def order(self) -> float:
+        count = len(self.ids) - 1 if self.causal else len(self.ids)
+        permutation = torch.arange(len(self.ids), device=self.ids.device)
+        permutation[:count] = permutation[:count].flip(0)
+        layer = 0 if self.causal else 1
+        straight, permuted = self.states(self.ids)[layer], self.states(self.ids[permutation])[layer]
+        return (
+            _relative(permuted[-1], straight[-1])
+            if self.causal
+            else _relative(permuted, straight[permutation])
+        )
+
+    def shift(self) -> float | None:
+        step = min(7, self.room)
+        if step < 1 or "position_ids" not in inspect.signature(self.runner.forward).parameters:
+            return None
+        offset = _first_position(self.runner)
+        return _relative(self.states(self.ids, offset + step)[1], self.states(self.ids, offset)[1])
+
+    def distance(self) -> tuple[tuple[int, float], ...]:
+        filler = self.ids[:1].repeat(self.length)
+        plain, found, away = self.states(filler)[0][-1], [], 1
+        while away < self.length:
+            marked = filler.clone()
+            marked[-1 - away] = self.ids[1]
+            found.append((away, _relative(self.states(marked)[0][-1], plain)))
+            away *= 2
+        return tuple(found)
+
+
+def _first_position(model: nn.Module) -> int:
+    """The position id of a first token: RoBERTa-like models number from padding_idx + 1."""
+    anatomy = examine(model)
+    return anatomy.table.reserved if anatomy.table is not None and anatomy.table.counted else 0
+
+
+class _ImageSubject:
+    """Pixels in, hidden states (prefix + patches, E) out; order is that of the patches."""
+
+    def __init__(self, anatomy: Anatomy) -> None:
+        self.model, self.table = anatomy.model, anatomy.table
+        rows, columns = self.table.grid
+        patch, channels = self.table.patch, self.model.config.num_channels
+        generator = torch.Generator().manual_seed(0)
+        pixels = torch.randn(1, channels, rows * patch, columns * patch, generator=generator)
+        self.pixels = pixels.to(self.model.device, self.model.dtype)
+
+    def states(self, pixels: Tensor) -> Tensor:
+        return self.model(pixels, output_hidden_states=True).hidden_states[-1][0]
+
+    def order(self) -> float:
+        rows, columns = self.table.grid
+        patch = self.table.patch
+        blocks = self.pixels.unfold(2, patch, patch).unfold(
+            3, patch, patch
+        )  # (1, C, rows, columns, patch, patch)
+        flipped = blocks.flip(2, 3).permute(0, 1, 2, 4, 3, 5).reshape(self.pixels.shape)
+        straight, permuted = self.states(self.pixels), self.states(flipped)
+        prefix = straight.shape[0] - rows * columns
+        return _relative(permuted, torch.cat([straight[:prefix], straight[prefix:].flip(0)]))
+
+    def shift(self) -> None:
+        return None
+
+    def distance(self) -> tuple[tuple[int, float], ...]:
+        """Change of the first patch when the patch so many columns to its right is blanked."""
+        patch = self.table.patch
+        prefix = self.table.reserved
+        plain, found, away = self.states(self.pixels)[prefix], [], 1
+        while away < self.table.grid[1]:
+            blank = self.pixels.clone()
+            blank[..., :patch, away * patch : (away + 1) * patch] = 0
+            found.append((away, _relative(self.states(blank)[prefix], plain)))
+            away *= 2
+        return tuple(found)
+
+
+def _rotary_calls(anatomy: Anatomy, subject: Any) -> set[str]:
+    """Paths of the rotary modules that one forward pass calls."""
+    called: set[str] = set()
+    handles = [
+        module.register_forward_hook(lambda *_, path=path: called.add(path))
+        for path, module in _rotary_modules(anatomy).items()
+    ]
+    try:
+        subject.order()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return called
+
+
+def _rotary_modules(anatomy: Anatomy) -> dict[str, nn.Module]:
+    """Every module of the rotary contract in the text stack, also one that reads another config or is read by none."""
+    if anatomy.rotary is None:
+        return {}
+    stack = next(iter(anatomy.rotary.modules)).rpartition(".")[0]
+    root = anatomy.model.get_submodule(stack)
+    return {
+        f"{stack}.{path}".lstrip("."): module
+        for path, module in root.named_modules()
+        if follows_rotary_contract(module)
+    }
+
+
+def _faults(anatomy: Anatomy, called: set[str]) -> Iterator[str]:
+    record = record_of(anatomy.model)
+    silenced_here = record is not None and record.storage == PORTABLE
+    for path, module in _rotary_modules(anatomy).items():
+        if path not in called:
+            yield f"{path}: no forward pass reads this rotary module; what it holds has no effect"
+        if module.config is not text_config(anatomy.model):
+            yield f"{path}: reads another config than the model's"
+        elif not silenced_here:
+            yield from _rotary_faults(anatomy, path, module)
+        elif any(bool(buffer.any()) for buffer in module._buffers.values()):
+            yield f"{path}: the config says it is silenced, and it turns"
+    if record is not None:
+        yield from _record_faults(anatomy, record)
+    if anatomy.table is not None:
+        yield from _table_faults(anatomy, record)
+
+
+def _rotary_faults(anatomy: Anatomy, path: str, module: nn.Module) -> Iterator[str]:
+    """Where one live rotary module is not what transformers builds from the config."""
+    config = anatomy.config
+    if FOREIGN_ROPE_TYPE in str(config.rope_parameters):
+        yield f"{path}: config.rope_parameters belongs to a portable checkpoint; load it with hf_posswap.from_pretrained"
+        return
+    twin = build(type(module), config)
+    plain = plain_state(twin)
+    varies = "dynamic" in str(plain.get("rope_type")) or "longrope" in str(plain.get("rope_type"))
+    for name, fresh in twin._buffers.items():
+        regrows = varies and not name.endswith("original_inv_freq")
+        if not regrows and not same(module._buffers.get(name), fresh):
+            yield (
+                f"{path}.{name}: differs from what config.rope_parameters says "
+                f"({config.rope_parameters}); was the config changed after the model was built?"
+            )
+    for name, value in plain.items():
+        if ("attention_scaling" in name or name == "rope_type") and not same(vars(module).get(name), value):
+            yield f"{path}.{name}: is {vars(module).get(name)!r} and the config says {value!r}"
+
+
+def _record_faults(anatomy: Anatomy, record: Record) -> Iterator[str]:
+    """Where the config is not what the recorded scheme writes."""
+    scheme, site = record.make_scheme(), anatomy.rotary
+    if site is None or ROTARY not in scheme.sites:
+        return
+    before = _original(anatomy, record, "rope_parameters")
+    length = _original(anatomy, record, "max_position_embeddings")
+    for layer_type in getattr(scheme, "layer_types", None) or (
+        ("full_attention",) if site.layer_types else (None,)
+    ):
+        buffer = next(iter(site.modules.values())).get_buffer(
+            f"{layer_type}_inv_freq" if layer_type else "inv_freq"
+        )
+        parameters = before[layer_type] if layer_type else before
+        config = type(site.config).from_dict(site.config.to_dict() | {"max_position_embeddings": length})
+        base, trained = unscaled(parameters, config)
+        head_dim = (
+            getattr(site.config, "head_dim", None)
+            or site.config.hidden_size // site.config.num_attention_heads
+        )
+        change = scheme.rotary(RotaryGeometry(base, trained, head_dim, 2 * buffer.shape[-1], None))
+        for what, says, has in (
+            ("rope_parameters", change.rope_parameters, site.parameters(site.config, layer_type)),
+            ("max_position_embeddings", change.config_length, site.config.max_position_embeddings),
+        ):
+            if says != has:
+                yield f"config.{what}: is {has} and the recorded {scheme} writes {says}"
+
+
+def _table_faults(anatomy: Anatomy, record: Record | None) -> Iterator[str]:
+    table = anatomy.table
+    for name in table.buffers:
+        if table.owner.get_buffer(name).shape[-1] != table.rows.shape[0]:
+            yield f"{name}: holds {table.owner.get_buffer(name).shape[-1]} and the table {table.rows.shape[0]} positions"
+    if record is None:
+        return
+    scheme = record.make_scheme()
+    if EMBED in scheme.sites and not scheme.trainable:
+        rows = table.rows[table.reserved :]
+        rms = record.measured.get("rms", 1.0)
+        geometry = EmbedGeometry(rows.shape[-1], len(rows), rows, lambda: rms, table.grid, table.patch)
+        expected = scheme.embed(geometry).vectors(torch.arange(len(rows), device=rows.device)).to(rows.dtype)
+        if not same(rows, expected):
+            yield f"{table.path}: is not the {scheme} table that the record says"
+    if not scheme.sites and bool(table.rows.any()):
+        yield f"{table.path}: the record says it is silenced, and it is not zero"
