@@ -26,7 +26,17 @@ _HOME = {
     "PosSwapError": "errors",
     "RecalibrationWarning": "errors",
 }
-__all__ = sorted(_HOME)
+__all__ = [
+    "PosSwapError",
+    "RecalibrationWarning",
+    "Scheme",
+    "describe",
+    "from_pretrained",
+    "list_schemes",
+    "patch_model",
+    "probe",
+    "unpatch_model",
+]
 
 
 def __getattr__(name: str) -> object:

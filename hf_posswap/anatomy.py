@@ -164,9 +164,7 @@ def examine(model: PreTrainedModel) -> Anatomy:
 
     if not isinstance(model, PreTrainedModel):
         inner = next((a for a in ("_orig_mod", "module", "base_model") if hasattr(model, a)), None)
-        hint = (
-            f"; patch the model inside first (it seems to be under .{inner}), then wrap it" if inner else ""
-        )
+        hint = f"; patch the model inside first (it seems to be under .{inner}), then wrap it" if inner else ""
         raise PosSwapError(f"model={kind(model)} is not a transformers model{hint}")
     rotary, table, bias = find_rotary(model), find_table(model), find_bias(model)
     anatomy = Anatomy(model, rotary, table, bias)
@@ -195,9 +193,7 @@ def find_rotary(model: PreTrainedModel) -> RotarySite | None:
         for path, module in model.named_modules()
         if follows_rotary_contract(module) and module.config is config
     }
-    if not modules or getattr(
-        config, "alibi", False
-    ):  # Falcon builds its rotary module even where ALiBi is used
+    if not modules or getattr(config, "alibi", False):  # Falcon builds its rotary module even where ALiBi is used
         return None
     first = next(iter(modules.values()))
     layer_types = tuple(
@@ -219,9 +215,7 @@ def find_table(model: PreTrainedModel) -> TableSite | None:
     if not found:
         return None
     if len(found) > 1:
-        raise PosSwapError(
-            f"{kind(model)} has several tables of positions ({', '.join(p for p, *_ in found)})"
-        )
+        raise PosSwapError(f"{kind(model)} has several tables of positions ({', '.join(p for p, *_ in found)})")
     path, owner, declaration = found[0]
     return TableSite(
         family=declaration.family,
@@ -267,9 +261,7 @@ def find_pairing(site: RotarySite, model: PreTrainedModel) -> str | None:
     if apply is None or not isinstance(cos, Tensor) or cos.dim() != 3:
         return None
     config = site.config
-    probe = torch.zeros(
-        1, 1, 1, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
+    probe = torch.zeros(1, 1, 1, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     probe[..., 0] = 1.0
     try:
         turned = apply(probe, probe, cos, sin)[0]
@@ -293,18 +285,12 @@ def plain_twin(site: RotarySite) -> nn.Module:
 
 def _refuse_unexplained(model: PreTrainedModel, table: TableSite, bias: BiasSite | None) -> None:
     """A second, unknown place for positions beside a table would stay behind in silence: refuse the model."""
-    known = {id(module) for module in table.owner.modules()} | {
-        id(t) for t in (bias.tables.values() if bias else ())
-    }
+    known = {id(module) for module in table.owner.modules()} | {id(t) for t in (bias.tables.values() if bias else ())}
     known.add(id(model.get_input_embeddings()))
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) and id(module) not in known:
-            raise PosSwapError(
-                f"{kind(model)} holds another table at {path} whose part in its positions is unknown"
-            )
+            raise PosSwapError(f"{kind(model)} holds another table at {path} whose part in its positions is unknown")
     rows = table.rows.shape[0]
     for path, buffer in model.named_buffers():
         if table.grid is None and buffer.dim() >= 2 and buffer.shape[-2:] == (rows, rows):
-            raise PosSwapError(
-                f"{kind(model)} holds a mask of {rows} x {rows} at {path}, which cannot be resized"
-            )
+            raise PosSwapError(f"{kind(model)} holds a mask of {rows} x {rows} at {path}, which cannot be resized")

@@ -34,11 +34,7 @@ def scheme_arguments() -> type:
 
 def scheme_from(arguments: Any) -> Scheme | None:
     """The Scheme that a parsed `scheme_arguments()` object asks for; None where no `--scheme` was given."""
-    given = {
-        f.name: getattr(arguments, f.name)
-        for f in fields(arguments)
-        if getattr(arguments, f.name) is not None
-    }
+    given = {f.name: getattr(arguments, f.name) for f in fields(arguments) if getattr(arguments, f.name) is not None}
     name = given.pop("scheme", None)
     if name is None:
         if given:

@@ -31,9 +31,7 @@ def from_pretrained(path: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
     from .planning import plan
 
     if kwargs.pop("trust_remote_code", False):
-        raise PosSwapError(
-            "trust_remote_code=True: this loader never runs code from a checkpoint; leave it out"
-        )
+        raise PosSwapError("trust_remote_code=True: this loader never runs code from a checkpoint; leave it out")
     data, _ = PreTrainedConfig.get_config_dict(path)
     if data.get(KEY) is None:
         return model_class(data).from_pretrained(path, **kwargs)
@@ -48,9 +46,7 @@ def from_pretrained(path: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
         model = model_class(data).from_pretrained(path, config=config, **kwargs)
         new = plan(model, record.make_scheme(), recalled=record)
         if new.storage != PORTABLE or new.original.keys() != record.original.keys():
-            raise PosSwapError(
-                f"{KEY} in {path}: the record does not describe this model's {record.scheme!r} swap"
-            )
+            raise PosSwapError(f"{KEY} in {path}: the record does not describe this model's {record.scheme!r} swap")
         install(model, new)
         return model
     model = model_class(data).from_pretrained(path, config=AutoConfig.from_pretrained(path), **kwargs)

@@ -133,7 +133,7 @@ def _describe_rotary(anatomy: Anatomy, record: Record | None) -> SiteDescription
         shown = {k: v for k, v in new.items() if k != "rope_type" and v is not None}
         label = f"{layer_type}: " if layer_type else ""
         if names[-1][1] != NOTHING:
-            details.append(label + ", ".join(f"{k}={_number(v)}" for k, v in shown.items()))
+            details.append(label + ", ".join(f"{k}={_number(v)}" for k, v in sorted(shown.items())))
     had, has = (" / ".join(dict.fromkeys(n[side] for n in names)) for side in (0, 1))
     if record is not None and "pairing" in record.original:
         details.append(f"pairing={record.params['pairing']}")
@@ -197,15 +197,13 @@ class Probe:
     def __str__(self) -> str:
         shift = {None: "takes no positions", True: "absolute", False: "relative"}[self.knows_absolute]
         lines = [
-            f"order     {self.order:.2e}  ({'position reaches' if self.knows_order else 'no position reaches'} the output)",
+            f"order     {self.order:.2e}  ({'a' if self.knows_order else 'no'} position reaches the output)",
             f"shift     {'' if self.shift is None else f'{self.shift:.2e}  '}({shift})",
             "distance  " + ", ".join(f"{d}: {change:.2e}" for d, change in self.distance),
             f"longest   {'no limit' if self.longest is None else self.longest}",
         ]
         return "\n".join(
-            lines
-            + [f"FAULT     {fault}" for fault in self.faults or ()]
-            + ([] if self.faults else ["faults    none"])
+            lines + [f"FAULT     {fault}" for fault in self.faults or ()] + ([] if self.faults else ["faults    none"])
         )
 
 
@@ -266,9 +264,7 @@ class _TextSubject:
         self.room = limit - self.length
         generator = torch.Generator().manual_seed(0)
         config = anatomy.config
-        special = {
-            getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "sep", "cls", "mask")
-        }
+        special = {getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "sep", "cls", "mask")}
         usable = [i for i in range(min(config.vocab_size, 512)) if i not in special]
         picks = torch.randperm(len(usable), generator=generator)[: self.length]
         self.ids = torch.tensor(usable)[picks.repeat(self.length)[: self.length]].to(self.model.device)
@@ -293,11 +289,7 @@ class _TextSubject:
         permutation[:count] = permutation[:count].flip(0)
         layer = 0 if self.causal else 1
         straight, permuted = self.states(self.ids)[layer], self.states(self.ids[permutation])[layer]
-        return (
-            _relative(permuted[-1], straight[-1])
-            if self.causal
-            else _relative(permuted, straight[permutation])
-        )
+        return _relative(permuted[-1], straight[-1]) if self.causal else _relative(permuted, straight[permutation])
 
     def shift(self) -> float | None:
         step = min(7, self.room)
@@ -340,9 +332,7 @@ class _ImageSubject:
     def order(self) -> float:
         rows, columns = self.table.grid
         patch = self.table.patch
-        blocks = self.pixels.unfold(2, patch, patch).unfold(
-            3, patch, patch
-        )  # (1, C, rows, columns, patch, patch)
+        blocks = self.pixels.unfold(2, patch, patch).unfold(3, patch, patch)  # (1, C, rows, columns, patch, patch)
         flipped = blocks.flip(2, 3).permute(0, 1, 2, 4, 3, 5).reshape(self.pixels.shape)
         straight, permuted = self.states(self.pixels), self.states(flipped)
         prefix = straight.shape[0] - rows * columns
@@ -414,7 +404,7 @@ def _rotary_faults(anatomy: Anatomy, path: str, module: nn.Module) -> Iterator[s
     """Where one live rotary module is not what transformers builds from the config."""
     config = anatomy.config
     if FOREIGN_ROPE_TYPE in str(config.rope_parameters):
-        yield f"{path}: config.rope_parameters belongs to a portable checkpoint; load it with hf_posswap.from_pretrained"
+        yield f"{path}: the config is of a portable checkpoint; load it with hf_posswap.from_pretrained"
         return
     twin = build(type(module), config)
     plain = plain_state(twin)
@@ -438,19 +428,12 @@ def _record_faults(anatomy: Anatomy, record: Record) -> Iterator[str]:
         return
     before = _original(anatomy, record, "rope_parameters")
     length = _original(anatomy, record, "max_position_embeddings")
-    for layer_type in getattr(scheme, "layer_types", None) or (
-        ("full_attention",) if site.layer_types else (None,)
-    ):
-        buffer = next(iter(site.modules.values())).get_buffer(
-            f"{layer_type}_inv_freq" if layer_type else "inv_freq"
-        )
+    for layer_type in getattr(scheme, "layer_types", None) or (("full_attention",) if site.layer_types else (None,)):
+        buffer = next(iter(site.modules.values())).get_buffer(f"{layer_type}_inv_freq" if layer_type else "inv_freq")
         parameters = before[layer_type] if layer_type else before
         config = type(site.config).from_dict(site.config.to_dict() | {"max_position_embeddings": length})
         base, trained = unscaled(parameters, config)
-        head_dim = (
-            getattr(site.config, "head_dim", None)
-            or site.config.hidden_size // site.config.num_attention_heads
-        )
+        head_dim = getattr(site.config, "head_dim", None) or site.config.hidden_size // site.config.num_attention_heads
         change = scheme.rotary(RotaryGeometry(base, trained, head_dim, 2 * buffer.shape[-1], None))
         for what, says, has in (
             ("rope_parameters", change.rope_parameters, site.parameters(site.config, layer_type)),
@@ -464,7 +447,8 @@ def _table_faults(anatomy: Anatomy, record: Record | None) -> Iterator[str]:
     table = anatomy.table
     for name in table.buffers:
         if table.owner.get_buffer(name).shape[-1] != table.rows.shape[0]:
-            yield f"{name}: holds {table.owner.get_buffer(name).shape[-1]} and the table {table.rows.shape[0]} positions"
+            held, rows = table.owner.get_buffer(name).shape[-1], table.rows.shape[0]
+            yield f"{name}: holds {held} positions and the table {rows}"
     if record is None:
         return
     scheme = record.make_scheme()

@@ -12,9 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-ABSENT = (
-    "<absent>"  # a string: an edit must survive pickling and deepcopy, where object() would not stay itself
-)
+ABSENT = "<absent>"  # a string: an edit must survive pickling and deepcopy, where object() would not stay itself
 
 
 @dataclass

@@ -35,9 +35,7 @@ def given(names: tuple[str, ...], args: tuple, kwargs: dict) -> dict[str, Any]:
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-def with_argument(
-    names: tuple[str, ...], args: tuple, kwargs: dict, name: str, value: Any
-) -> tuple[tuple, dict]:
+def with_argument(names: tuple[str, ...], args: tuple, kwargs: dict, name: str, value: Any) -> tuple[tuple, dict]:
     """The same call with one argument exchanged, in the place where the caller put it."""
     index = names.index(name)
     if index < len(args):
@@ -65,9 +63,7 @@ def add_positions(
     return with_argument(names, args, kwargs, "hidden_states", moved)
 
 
-def positions_from_mask(
-    module: nn.Module, args: tuple, kwargs: dict, *, names: tuple[str, ...]
-) -> tuple[tuple, dict]:
+def positions_from_mask(module: nn.Module, args: tuple, kwargs: dict, *, names: tuple[str, ...]) -> tuple[tuple, dict]:
     """Number the real tokens of each row from 0 where the caller gave a padding mask (B, S) and no position_ids.
 
     A rotary model does not notice where its positions start, so callers leave them out; an absolute one does.

@@ -68,9 +68,7 @@ def patch_model(
     scheme = make_scheme(scheme, params)
     patch = patch_of(model)
     if patch is not None and patch.record.make_scheme() == scheme and not dry_run:
-        _swap_limits(
-            model, patch, limit_edits(model, _text(model), patch.record.length, tokenizer, processor)
-        )
+        _swap_limits(model, patch, limit_edits(model, _text(model), patch.record.length, tokenizer, processor))
         return model
     if patch is not None:
         _revert(model, patch)
@@ -186,9 +184,7 @@ def _way_back(anatomy: Anatomy, record: Record) -> list[Replace]:
 
 def _config_edits(config: Any, original: dict[str, Any]) -> list[Replace]:
     """Edits, already made, whose other side is the config as it was."""
-    before = [
-        Replace(*owner_of(config, path), copy.deepcopy(value)) for path, value in config_values(original)
-    ]
+    before = [Replace(*owner_of(config, path), copy.deepcopy(value)) for path, value in config_values(original)]
     return [*before, Replace(config, KEY, ABSENT)]
 
 

@@ -23,8 +23,8 @@ from .sites import BIAS, EMBED, ROTARY, EmbedChange, EmbedGeometry, RotaryChange
 
 # rope_parameters that belong to a context scaling; what is left is the un-scaled original
 SCALING_KEYS = frozenset(
-    "rope_type type factor original_max_position_embeddings attention_factor beta_fast beta_slow short_factor "
-    "long_factor low_freq_factor high_freq_factor mscale mscale_all_dim truncate".split()
+    {"rope_type", "type", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
+    | {"mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor"}
 )
 # rope_type -> whether the trained length is in the parameters (else it is the config's max_position_embeddings)
 SCALED_TYPES = {"linear": False, "dynamic": False, "yarn": True, "llama3": True, "longrope": True}
@@ -81,9 +81,7 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [f"{kind(self.anatomy.model)} -> {self.scheme} ({self.storage}, {len(self.edits)} edits)"]
-        lines += [
-            f"  config.{path}: {old!r} -> {self._new(path)!r}" for path, old in config_values(self.original)
-        ]
+        lines += [f"  config.{path}: {old!r} -> {self._new(path)!r}" for path, old in config_values(self.original)]
         lines += [f"  {edit}" for edit in self.edits]
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
@@ -110,13 +108,30 @@ def plan(
     if recalled is not None:
         new.measured, new.source = dict(recalled.measured), recalled.source
 
-    native = anatomy.sites
+    with torch.device("cpu"):  # a caller may be building on the meta device, where there are no numbers to plan with
+        _plan_sites(new, scheme)
+    if not new.effective:
+        raise PosSwapError(f"{scheme} would change nothing on this {kind(model)}")
+    continues = scheme.keeps_function and scheme.sites & anatomy.sites and "pairing" not in new.original
+    new.recalibrate = not continues
+    if new.recalibrate:
+        new.notes.append(
+            f"{scheme.name} replaces the positions this model was trained with: fine-tune it before use (recalibrate)"
+        )
+    new.edits += limit_edits(model, new.text, new.length, tokenizer, processor)
+    setattr(new.config, KEY, new.record().to_dict())
+    return new
+
+
+def _plan_sites(new: Plan, scheme: Scheme) -> None:
+    """Silence and install, site by site."""
+    native = new.anatomy.sites
     replaced = scheme.sites & native
     silenced = frozenset() if replaced else native  # like for like leaves a model's other sites alone
     if ROTARY in scheme.sites - native:
         raise PosSwapError(
-            f"{scheme.name} is a rotary scheme and {kind(model)} has no rotary site (it has: {', '.join(sorted(native))}); "
-            "'sinusoidal', 'learned' and 'nope' apply to it"
+            f"{scheme.name} is a rotary scheme, and {kind(new.anatomy.model)} has no rotary site, only "
+            f"{', '.join(sorted(native))}; 'sinusoidal', 'learned' and 'nope' apply to it"
         )
     if ROTARY in replaced:
         _install_rotary(new, scheme)
@@ -130,17 +145,6 @@ def plan(
         _silence_bias(new)
     if EMBED in scheme.sites - native:
         _install_addition(new, scheme)
-
-    if not new.effective:
-        raise PosSwapError(f"{scheme} would change nothing on this {kind(model)}")
-    new.recalibrate = not (replaced and scheme.keeps_function) or ("pairing" in new.original)
-    if new.recalibrate:
-        new.notes.append(
-            f"{scheme.name} replaces the positions this model was trained with: fine-tune it before use (recalibrate)"
-        )
-    new.edits += limit_edits(model, new.text, new.length, tokenizer, processor)
-    setattr(new.config, KEY, new.record().to_dict())
-    return new
 
 
 def config_path(config: Any, inner: Any) -> str:
@@ -180,9 +184,7 @@ def scaled_layer_types(site: RotarySite, scheme: Scheme) -> tuple[str | None, ..
     asked = getattr(scheme, "layer_types", None)
     if not site.layer_types:
         if asked:
-            raise PosSwapError(
-                f"layer_types={asked!r}: this model has one rotary for all layers; leave it out"
-            )
+            raise PosSwapError(f"layer_types={asked!r}: this model has one rotary for all layers; leave it out")
         return (None,)
     if asked is None:
         if "full_attention" not in site.layer_types:
@@ -261,7 +263,7 @@ def rotary_edits(new: Plan, site: RotarySite, config: Any) -> None:
                     f"was built for {2 * live.shape[-1]}"
                 )
             new.effective |= not same(live.float(), fresh)
-        new.effective |= not _same_rotation(build(type(module), site.config), twin, site)
+        new.effective |= not _same_rotation(site, type(module), config)
         for name, value in twin._buffers.items():
             new.replace(module, name, value.to(module.get_buffer(name).device), path)
         for name, value in plain_state(twin).items():
@@ -282,14 +284,13 @@ def plain_state(module: nn.Module) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(module).items()
-        if name not in internal
-        and isinstance(value, (int, float, str, tuple, list, dict))
-        and name != "training"
+        if name not in internal and isinstance(value, (int, float, str, tuple, list, dict)) and name != "training"
     }
 
 
-def _same_rotation(old: nn.Module, new: nn.Module, site: RotarySite) -> bool:
-    """Whether two fresh modules turn near and far positions alike; asked of their own forward."""
+def _same_rotation(site: RotarySite, cls: type[nn.Module], config: Any) -> bool:
+    """Whether modules fresh from the old and the new config turn near and far positions alike: they are run."""
+    old, new = build(cls, site.config), build(cls, config)
     far = 4 * max(site.config.max_position_embeddings, 2)
     positions = torch.tensor([[0, 1, far]])
     for layer_type in site.layer_types or (None,):
@@ -332,23 +333,17 @@ def _derived(cls: type[nn.Module], index: int, old_config: Any, new_config: Any)
     return {name: value for name, value in new.items() if not same(old.get(name), value)}
 
 
-def _install_pairing(
-    new: Plan, geometry: RotaryGeometry, pairing: str, layer_types: tuple[str | None, ...]
-) -> None:
+def _install_pairing(new: Plan, geometry: RotaryGeometry, pairing: str, layer_types: tuple[str | None, ...]) -> None:
     """Turn other pairs of dimensions: the rows of q and k are permuted, the model's own rotation stays."""
     if geometry.pairing is None:
-        raise PosSwapError(
-            f"pairing={pairing!r}: how {kind(new.anatomy.model)} pairs its dimensions is not known"
-        )
+        raise PosSwapError(f"pairing={pairing!r}: how {kind(new.anatomy.model)} pairs its dimensions is not known")
     _refuse_quantised(new.anatomy.model, "rope(pairing=...)")
     new.original["pairing"] = geometry.pairing
     pairing_edits(new, geometry, pairing, layer_types)
     new.effective = True
 
 
-def pairing_edits(
-    new: Plan, geometry: RotaryGeometry, pairing: str, layer_types: tuple[str | None, ...]
-) -> None:
+def pairing_edits(new: Plan, geometry: RotaryGeometry, pairing: str, layer_types: tuple[str | None, ...]) -> None:
     """Edits that make layers which rotate `geometry.pairing` behave as if they rotated `pairing`."""
     of_layer = new.anatomy.config.layer_types if layer_types != (None,) else None
     half = geometry.rotary_dim // 2
@@ -366,9 +361,7 @@ def pairing_edits(
             for name, parameter in getattr(module, child, nn.Identity()).named_parameters(recurse=False):
                 rows = parameter.shape[0]
                 if rows % geometry.head_dim:
-                    raise PosSwapError(
-                        f"pairing={pairing!r}: {path}.{child}.{name} has {rows} rows, not whole heads"
-                    )
+                    raise PosSwapError(f"pairing={pairing!r}: {path}.{child}.{name} has {rows} rows, not whole heads")
                 index = (torch.arange(0, rows, geometry.head_dim)[:, None] + order).flatten()
                 permuted = parameter.detach()[index.to(parameter.device)]
                 new.replace(
@@ -378,9 +371,7 @@ def pairing_edits(
                     f"{path}.{child}",
                 )
     if not found:
-        raise PosSwapError(
-            f"pairing={pairing!r}: no q_proj and k_proj were found in {kind(new.anatomy.model)}"
-        )
+        raise PosSwapError(f"pairing={pairing!r}: no q_proj and k_proj were found in {kind(new.anatomy.model)}")
 
 
 def _silence_rotary(new: Plan, must_be_portable: bool) -> None:
@@ -394,9 +385,7 @@ def _silence_rotary(new: Plan, must_be_portable: bool) -> None:
         new.storage = PORTABLE
         new.set_config("rope_parameters", _each(site, lambda p: dict(p) | {"rope_type": FOREIGN_ROPE_TYPE}))
         zero_rotary_edits(new, site)
-    new.effective |= any(
-        b.is_meta or bool(b.any()) for m in site.modules.values() for b in m._buffers.values()
-    )
+    new.effective |= any(b.is_meta or bool(b.any()) for m in site.modules.values() for b in m._buffers.values())
     new.length = site.config.max_position_embeddings
 
 
@@ -424,10 +413,8 @@ def zero_rotary_edits(new: Plan, site: RotarySite) -> None:
         for name, buffer in module._buffers.items():
             new.replace(module, name, torch.zeros_like(buffer, dtype=torch.float32), path)
         size = next(iter(module._buffers.values())).shape[-1]
-        new.replace(
-            module, "compute_default_rope_parameters", partial(parts.zero_frequencies, size=size), path
-        )
-        new.replace(module, "rope_type", {t: "default" for t in site.layer_types} or "default", path)
+        new.replace(module, "compute_default_rope_parameters", partial(parts.zero_frequencies, size=size), path)
+        new.replace(module, "rope_type", dict.fromkeys(site.layer_types, "default") or "default", path)
         for prefix in [f"{t}_" for t in site.layer_types] or [""]:
             new.replace(module, f"{prefix}attention_scaling", 1.0, path)
         new.replace(module, "_apply", partial(parts.move_without_cast, module), path)
@@ -445,13 +432,9 @@ def embed_geometry(new: Plan) -> EmbedGeometry:
         return EmbedGeometry(rows.shape[-1], len(rows), rows, rms, table.grid, table.patch)
     embeddings, config = new.anatomy.model.get_input_embeddings(), new.anatomy.config
 
-    def sample() -> (
-        Tensor
-    ):  # what the module returns, so that an embedding that scales its rows is measured right
+    def sample() -> Tensor:  # what the module returns, so that an embedding that scales its rows is measured right
         with torch.no_grad():
-            return embeddings(
-                torch.arange(min(1024, embeddings.weight.shape[0]), device=embeddings.weight.device)
-            )
+            return embeddings(torch.arange(min(1024, embeddings.weight.shape[0]), device=embeddings.weight.device))
 
     rms = partial(_measure, new, sample, "this model's token embedding")
     return EmbedGeometry(config.hidden_size, config.max_position_embeddings, None, rms)
@@ -462,9 +445,7 @@ def _measure(new: Plan, vectors: Tensor | Callable[[], Tensor], what: str) -> fl
     if "rms" not in new.measured:
         vectors = vectors() if callable(vectors) else vectors
         if vectors.is_meta:
-            raise PosSwapError(
-                f"scale='match': {what} is on the meta device and has no values; load it first"
-            )
+            raise PosSwapError(f"scale='match': {what} is on the meta device and has no values; load it first")
         new.measured["rms"] = root_mean_square(vectors)
     return new.measured["rms"]
 
@@ -558,7 +539,7 @@ def _install_addition(new: Plan, scheme: Scheme) -> None:
 def _refuse_quantised(model: nn.Module, what: str) -> None:
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
         raise PosSwapError(
-            f"{what} changes weights, and this {kind(model)} is quantised; patch the full-precision model, then quantise"
+            f"{what} changes weights, and this {kind(model)} is quantised; patch it in full precision, then quantise"
         )
 
 
@@ -574,15 +555,11 @@ def limit_edits(model: Any, config: Any, length: int, tokenizer: Any, processor:
     if processor is not None:
         size = getattr(config, "image_size", None)
         if size is None:
-            raise PosSwapError(
-                f"processor={kind(processor)} was given for a model without images; give tokenizer="
-            )
+            raise PosSwapError(f"processor={kind(processor)} was given for a model without images; give tokenizer=")
         if not hasattr(processor, "size"):
             raise PosSwapError(f"processor={kind(processor)} has no size to update")
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        edits.append(
-            Replace(processor, "size", type(processor.size)(height=height, width=width), "processor")
-        )
+        edits.append(Replace(processor, "size", type(processor.size)(height=height, width=width), "processor"))
     return [edit for edit in edits if not same(edit.current, edit.value)]
 
 
@@ -592,6 +569,4 @@ def check_tokenizer(tokenizer: Any, model: Any) -> None:
         raise PosSwapError(f"tokenizer={kind(tokenizer)} is not a tokenizer: it has no model_max_length")
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
-        raise PosSwapError(
-            f"tokenizer has {len(tokenizer)} tokens and this {kind(model)} has {rows}: it does not fit"
-        )
+        raise PosSwapError(f"tokenizer has {len(tokenizer)} tokens and this {kind(model)} has {rows}: it does not fit")

@@ -10,9 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def sinusoid(
-    positions: Tensor, *, dim: int, layout: str, scale: float = 1.0, base: float = 10000.0
-) -> Tensor:
+def sinusoid(positions: Tensor, *, dim: int, layout: str, scale: float = 1.0, base: float = 10000.0) -> Tensor:
     """Sine and cosine of every position, Attention Is All You Need, section 3.5.
 
     positions: integers, any shape (...). Returns float32 (..., E) with E = `dim`, even. Angle i is
@@ -54,9 +52,7 @@ def hierarchical(table: Tensor, length: int, alpha: float = 0.4) -> Tensor:
     index = torch.arange(length, device=table.device)
     extended = alpha * basis[index // rows] + (1 - alpha) * basis[index % rows]
     kept = min(rows, length)
-    return torch.cat(
-        [table[:kept], extended[kept:]]
-    )  # the identity above holds to rounding; keep it to the bit
+    return torch.cat([table[:kept], extended[kept:]])  # the identity above holds to rounding; keep it to the bit
 
 
 def resize_grid(table: Tensor, grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:

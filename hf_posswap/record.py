@@ -48,9 +48,7 @@ class Record:
             raise PosSwapError(f"{KEY}={data!r} in the config is not a record")
         version = data.get("version")
         if isinstance(version, int) and version > VERSION:
-            raise PosSwapError(
-                f"{KEY}.version={version} was written by a newer hf_posswap; upgrade to read it"
-            )
+            raise PosSwapError(f"{KEY}.version={version} was written by a newer hf_posswap; upgrade to read it")
         known = {f.name: f for f in fields(Record)}
         for key in data:
             if key not in known:
@@ -63,9 +61,7 @@ class Record:
             if not isinstance(data[key], expected) or isinstance(data[key], bool):
                 raise PosSwapError(f"{KEY}.{key}={data[key]!r} in the config is not a {expected.__name__}")
         if data["storage"] not in (NATIVE, PORTABLE):
-            raise PosSwapError(
-                f"{KEY}.storage={data['storage']!r}; {nearest(data['storage'], (NATIVE, PORTABLE))}"
-            )
+            raise PosSwapError(f"{KEY}.storage={data['storage']!r}; {nearest(data['storage'], (NATIVE, PORTABLE))}")
         if version != VERSION:
             raise PosSwapError(f"{KEY}.version={version!r} is unknown; this hf_posswap reads {VERSION}")
         return Record(**data)

@@ -42,7 +42,7 @@ class Scheme:
         return {k: v for k, v in asdict(self).items() if v != defaults[k]}
 
     def __str__(self) -> str:
-        given = ", ".join(f"{k}={v}" for k, v in self.given().items())
+        given = ", ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in self.given().items())
         return f"{self.name}({given})"
 
     # --- what the schemes use to check their own fields
@@ -51,9 +51,7 @@ class Scheme:
         """The error for a parameter of this scheme: argument, value, reason."""
         return PosSwapError(f"{self.name}: {argument}={getattr(self, argument)!r} {reason}")
 
-    def check_number(
-        self, argument: str, *, at_least: float | None = None, above: float | None = None
-    ) -> None:
+    def check_number(self, argument: str, *, at_least: float | None = None, above: float | None = None) -> None:
         """Raise unless the field is None or a finite number within its bounds."""
         value = getattr(self, argument)
         if value is None:
@@ -104,9 +102,7 @@ def make_scheme(scheme: str | Scheme, params: Mapping[str, Any]) -> Scheme:
     """A validated Scheme from a name and parameters, or the Scheme object itself."""
     if isinstance(scheme, Scheme):
         if params:
-            raise PosSwapError(
-                f"parameters {sorted(params)} were given beside a Scheme object; put them into it"
-            )
+            raise PosSwapError(f"parameters {sorted(params)} were given beside a Scheme object; put them into it")
         return scheme
     if not isinstance(scheme, str) or scheme not in registry():
         raise PosSwapError(f"scheme={scheme!r} is unknown; {nearest(scheme, registry())}")

@@ -5,9 +5,7 @@ from ..anatomy import TableDeclaration
 
 def _fits(owner, config) -> bool:
     offset = getattr(owner.embed_positions, "offset", None)
-    return (
-        offset is not None and owner.embed_positions.num_embeddings == config.max_position_embeddings + offset
-    )
+    return offset is not None and owner.embed_positions.num_embeddings == config.max_position_embeddings + offset
 
 
 TABLE = TableDeclaration(

@@ -21,9 +21,7 @@ class ScaledRope(Scheme):
 
     sites: ClassVar = frozenset({ROTARY})
     keeps_function: ClassVar = True
-    keeps_config_length: ClassVar[bool] = (
-        False  # true where readers multiply max_position_embeddings themselves
-    )
+    keeps_config_length: ClassVar[bool] = False  # true where readers multiply max_position_embeddings themselves
 
     factor: float | None = None
     target_length: int | None = None
@@ -37,9 +35,7 @@ class ScaledRope(Scheme):
         self.check_count("original_max_position_embeddings")
         self.check_number("rope_theta", above=0)
         if self.factor is not None and self.target_length is not None:
-            raise self.refuse(
-                "factor", f"was given together with target_length={self.target_length}; give one of them"
-            )
+            raise self.refuse("factor", f"was given together with target_length={self.target_length}; give one of them")
         if self.factor is None and self.target_length is None:
             raise PosSwapError(f"{self.name}: give factor (a number >= 1) or target_length (tokens)")
 
@@ -56,9 +52,7 @@ class ScaledRope(Scheme):
         base = dict(site.rope_parameters)
         if self.rope_theta is not None:
             base["rope_theta"] = float(self.rope_theta)
-        scaling = self.scaling(
-            RotaryGeometry(base, original, site.head_dim, site.rotary_dim, site.pairing), factor
-        )
+        scaling = self.scaling(RotaryGeometry(base, original, site.head_dim, site.rotary_dim, site.pairing), factor)
         return RotaryChange(
             rope_parameters=base | scaling,
             config_length=original if self.keeps_config_length else length,

@@ -25,8 +25,6 @@ def resized_grid(init: str, site: EmbedGeometry, grid: tuple[int, int]) -> Tenso
     if grid == site.grid:
         return site.table
     if init == "hierarchical":
-        raise PosSwapError(
-            "learned: init='hierarchical' is for text; on a grid of patches use 'interpolate' or 'tile'"
-        )
+        raise PosSwapError("learned: init='hierarchical' is for text; on a grid of patches use 'interpolate' or 'tile'")
     resize = {"interpolate": positions.resize_grid, "tile": positions.tile_grid}[init]
     return resize(site.table, site.grid, grid)

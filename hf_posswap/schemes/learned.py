@@ -63,9 +63,7 @@ class Learned(Scheme):
             raise PosSwapError(
                 f"learned: init='hierarchical' reaches {site.length**2} positions from {site.length}, not {length}"
             )
-        return EmbedChange(
-            partial(_tables.lookup, _tables.resized(self.init, site.table, length)), length=length
-        )
+        return EmbedChange(partial(_tables.lookup, _tables.resized(self.init, site.table, length)), length=length)
 
     def _grid(self, site: EmbedGeometry) -> tuple[int, int]:
         """(rows, columns) of patches asked for."""
@@ -79,7 +77,5 @@ class Learned(Scheme):
         patches = self.max_positions or self.target_length or int(site.length * self.factor)
         side = round(patches**0.5)
         if side * side != patches:
-            raise PosSwapError(
-                f"learned: {patches} patches are not a square grid; give image_size=(height, width)"
-            )
+            raise PosSwapError(f"learned: {patches} patches are not a square grid; give image_size=(height, width)")
         return side, side

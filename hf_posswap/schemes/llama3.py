@@ -24,9 +24,7 @@ class Llama3(ScaledRope):
         self.check_number("low_freq_factor", above=0)
         self.check_number("high_freq_factor", above=0)
         if self.high_freq_factor <= self.low_freq_factor:
-            raise self.refuse(
-                "high_freq_factor", f"must be greater than low_freq_factor ({self.low_freq_factor})"
-            )
+            raise self.refuse("high_freq_factor", f"must be greater than low_freq_factor ({self.low_freq_factor})")
 
     def scaling(self, site: RotaryGeometry, factor: float) -> dict[str, Any]:
         return {

@@ -40,13 +40,9 @@ class Sinusoidal(Scheme):
         from ..positions import sinusoid
 
         if site.dim % 2:
-            raise self.refuse(
-                "layout", f"needs an even width to pair sines with cosines; this model's is {site.dim}"
-            )
+            raise self.refuse("layout", f"needs an even width to pair sines with cosines; this model's is {site.dim}")
         if site.grid is not None:
-            raise self.refuse(
-                "max_positions", "is one-dimensional, and this model's positions are a grid of patches"
-            )
+            raise self.refuse("max_positions", "is one-dimensional, and this model's positions are a grid of patches")
         scale = site.rms() / UNIT_RMS if self.scale == "match" else 1.0
         return EmbedChange(
             vectors=partial(sinusoid, dim=site.dim, layout=self.layout, scale=scale),

@@ -1,0 +1,141 @@
+"""The flags of a fine-tuning run, under the names of transformers' `run_clm.py` and `TrainingArguments`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from ..errors import PosSwapError
+
+SHORTEST_BLOCK = 8  # room for a first and a last special token and for words to predict between them
+
+
+def _help(*sentences: str) -> dict[str, str]:
+    return {"help": " ".join(sentences)}
+
+
+@dataclass(kw_only=True)
+class FinetuneArguments:
+    """Every flag of a run. Raises PosSwapError for a number out of range, and unless it has one source of text."""
+
+    output_dir: str = field(metadata=_help("Folder for the trained model, its checkpoints and train_log.json."))
+    block_size: int = field(metadata=_help("Tokens in a training row."))
+    max_steps: int = field(metadata=_help("Optimizer steps, those before a resume included."))
+    model: str | None = field(
+        default=None, metadata=_help("Folder, or name on the hub, of the model to train. Not needed to resume.")
+    )
+    dtype: Literal["float32", "bfloat16", "auto"] = field(
+        default="float32",
+        metadata=_help(
+            "Of the weights while training; auto: as they are stored.",
+            "float32 keeps updates that bfloat16 rounds away, also under --mixed_precision.",
+        ),
+    )
+
+    train_file: list[str] | None = field(
+        default=None,
+        metadata=_help(
+            "Text files, one document each; or .json, .jsonl, .csv or .parquet files, one document per row."
+        ),
+    )
+    train_dir: str | None = field(
+        default=None, metadata=_help("Folder of text files, read with its subfolders, one document each.")
+    )
+    file_pattern: str = field(default="*.txt", metadata=_help("Which files of --train_dir are read: *.py, say."))
+    dataset_name: str | None = field(
+        default=None, metadata=_help("Name, or folder, for datasets.load_dataset; one document per row.")
+    )
+    dataset_config_name: str | None = field(default=None, metadata=_help("Configuration of --dataset_name."))
+    dataset_split: str = field(
+        default="train", metadata=_help("Split of --dataset_name, in datasets' notation: train[:1000], say.")
+    )
+    text_column: str = field(default="text", metadata=_help("Column that holds the text."))
+
+    objective: Literal["causal", "masked"] | None = field(
+        default=None,
+        metadata=_help("Predict the next token, or masked ones. Read from the model's class where not given."),
+    )
+    packing: Literal["concat", "documents"] = field(
+        default="concat",
+        metadata=_help(
+            "concat: the documents of a row follow, and see, each other.",
+            "documents (causal models): positions begin anew at each, and attention stays inside it.",
+        ),
+    )
+    mlm_probability: float = field(
+        default=0.15, metadata=_help("Share of the tokens that the masked objective predicts.")
+    )
+
+    per_device_train_batch_size: int = field(default=1, metadata=_help("Rows in one forward of one process."))
+    gradient_accumulation_steps: int = field(default=1, metadata=_help("Forwards of each process per optimizer step."))
+    gradient_checkpointing: bool = field(
+        default=False, metadata=_help("Recompute activations in the backward: less memory, more time.")
+    )
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = field(
+        default=None, metadata=_help("Autocast. As `accelerate launch` says where not given, else no.")
+    )
+
+    learning_rate: float = field(default=2e-5, metadata=_help("Peak learning rate of AdamW."))
+    lr_scheduler_type: str = field(
+        default="linear", metadata=_help("Name of a transformers scheduler: linear, cosine, constant, ...")
+    )
+    lr_scheduler_kwargs: str | None = field(
+        default=None,
+        metadata=_help('What that scheduler takes besides steps, as JSON: {"num_decay_steps": 100}, say.'),
+    )
+    warmup_steps: int = field(default=20, metadata=_help("Optimizer steps over which the learning rate rises from 0."))
+    weight_decay: float = field(default=0.0, metadata=_help("Of every weight of two or more dimensions."))
+    adam_beta1: float = field(default=0.9, metadata=_help("Decay of AdamW's mean of the gradient."))
+    adam_beta2: float = field(default=0.999, metadata=_help("Decay of AdamW's mean of its square."))
+    max_grad_norm: float = field(default=1.0, metadata=_help("Clip the norm of the gradient to this; 0 leaves it."))
+    max_start_loss: float | None = field(
+        default=None,
+        metadata=_help(
+            "Stop before the first update where the first loss, in nats per token, is above this.",
+            "Give what the model is known to reach untrained: a swap that went wrong shows there.",
+        ),
+    )
+    seed: int = field(default=42, metadata=_help("Of the order of the rows, the masking and dropout."))
+
+    logging_steps: int = field(default=1, metadata=_help("Optimizer steps from one line of the log to the next."))
+    save_steps: int = field(default=500, metadata=_help("Optimizer steps from one checkpoint to the next; 0: none."))
+    resume_from_checkpoint: str | None = field(
+        default=None, metadata=_help("Folder of a checkpoint, or `latest` for the newest in --output_dir.")
+    )
+    report_to: str | None = field(
+        default=None, metadata=_help("A tracker that accelerate knows: tensorboard, wandb, ...")
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps"):
+            self._check(name, at_least=1)
+        for name in ("warmup_steps", "weight_decay", "max_grad_norm", "seed", "save_steps"):
+            self._check(name, at_least=0)
+        for name in ("adam_beta1", "adam_beta2"):
+            self._check(name, at_least=0, below=1)
+        self._check("block_size", at_least=SHORTEST_BLOCK)
+        self._check("mlm_probability", above=0, below=1)
+        self._check("learning_rate", above=0)
+        self._check("max_start_loss", above=0)
+        sources = ("train_file", "train_dir", "dataset_name")
+        given = {name: getattr(self, name) for name in sources if getattr(self, name) is not None}
+        if len(given) != 1:
+            raise PosSwapError(f"give exactly one of {', '.join(sources)}; got {given or 'none'}")
+
+    def _check(
+        self, name: str, *, at_least: float = -math.inf, above: float = -math.inf, below: float = math.inf
+    ) -> None:
+        """Raise unless the field is None or a number of its type within the bounds."""
+        value = getattr(self, name)
+        if value is None:
+            return
+        whole = next(f.type for f in fields(self) if f.name == name) == "int"
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+            raise PosSwapError(f"{name}={value!r} is not a {'whole ' if whole else ''}number")
+        if not math.isfinite(value) or value < at_least:
+            raise PosSwapError(f"{name}={value!r} is too small; the least value is {max(at_least, above):g}")
+        if value <= above:
+            raise PosSwapError(f"{name}={value!r} is too small; it must be greater than {above:g}")
+        if value >= below:
+            raise PosSwapError(f"{name}={value!r} is too great; it must be less than {below:g}")

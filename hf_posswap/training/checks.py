@@ -1,0 +1,102 @@
+"""What is asked of model, tokenizer and rows before the first step: each a mistake that would train in silence."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from ..anatomy import find_table, kind
+from ..errors import PosSwapError
+from .arguments import SHORTEST_BLOCK, FinetuneArguments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def find_objective(model: PreTrainedModel, asked: str | None) -> str:
+    """`causal` or `masked`, by the model's class. Raises PosSwapError where it has no head for it, or another."""
+    classes = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "masked": MODEL_FOR_MASKED_LM_MAPPING_NAMES}
+    fitting = [name for name, mapping in classes.items() if kind(model) in _names(mapping)]
+    if model.config.is_encoder_decoder:  # BART and its kin stand in both tables
+        fitting = []
+    if not fitting:
+        raise PosSwapError(
+            f"model={kind(model)} has no language-model head to train; "
+            "save it from AutoModelForCausalLM or AutoModelForMaskedLM"
+        )
+    if asked is None:
+        return fitting[0]
+    if asked not in fitting:
+        raise PosSwapError(f"objective={asked!r} does not fit {kind(model)}; choose {fitting[0]!r}")
+    return asked
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, objective: str) -> None:
+    """Raise PosSwapError unless every token has an embedding, and masking a mask token."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise PosSwapError(
+            f"tokenizer: its {len(tokenizer)} tokens do not fit the {rows} rows of the model's embedding; "
+            f"use the model's own tokenizer, or model.resize_token_embeddings({len(tokenizer)})"
+        )
+    if objective == "masked" and tokenizer.mask_token_id is None:
+        raise PosSwapError("tokenizer: mask_token=None, and the masked objective needs one; set tokenizer.mask_token")
+
+
+def check_length(model: PreTrainedModel, block_size: int) -> None:
+    """Raise PosSwapError for rows that are longer than the model's table of positions; rotary models have no end."""
+    table = find_table(model)
+    if table is not None and block_size > table.length:
+        raise PosSwapError(
+            f"block_size={block_size} is longer than the {table.length} positions of {kind(model)}; the greatest is "
+            f"{table.length}, or make room with --scheme learned --max_positions {block_size}"
+        )
+
+
+def check_count(rows: int, global_batch_size: int, tokens: int, arguments: FinetuneArguments) -> None:
+    """Raise PosSwapError where the text does not fill one global batch."""
+    if rows < global_batch_size:
+        greatest = tokens // global_batch_size
+        raise PosSwapError(
+            f"block_size={arguments.block_size}: the text's {tokens} tokens fill {rows} rows, and one global batch "
+            f"takes {global_batch_size}; give more text"
+            + (f", or a block_size of at most {greatest}" if greatest >= SHORTEST_BLOCK else "")
+        )
+
+
+@torch.no_grad()
+def check_documents_apart(model: PreTrainedModel) -> None:
+    """Raise PosSwapError unless two documents in one row give the logits they give alone; asked of the model itself.
+
+    Positions that begin anew are not enough, attention must end at the edge too. Models whose masks do not come
+    from transformers' masking functions, or that take no position_ids, fail here.
+    """
+    refusal = PosSwapError(
+        f"packing='documents': {kind(model)} does not keep the documents of a row apart; use packing='concat'"
+    )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise refusal
+    embedding = model.get_input_embeddings().weight
+    ids = torch.arange(24, device=embedding.device) % embedding.shape[0]
+    training = model.training
+    model.eval()
+    try:
+        alone = [model(input_ids=part[None], use_cache=False).logits for part in ids.split([10, 14])]
+        positions = torch.cat([torch.arange(10), torch.arange(14)]).to(ids.device)
+        together = model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits
+    finally:
+        model.train(training)
+    difference = (together - torch.cat(alone, dim=1)).abs().max()
+    # half the mantissa: beyond any rounding, and a leak moves logits by far more
+    if not difference <= torch.finfo(together.dtype).eps ** 0.5 * together.abs().max():
+        raise refusal
+
+
+def _names(mapping: dict) -> set[str]:
+    return {name for names in mapping.values() for name in ([names] if isinstance(names, str) else names)}

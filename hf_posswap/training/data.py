@@ -1,0 +1,199 @@
+"""Text in, training batches out; the global batch of a step is the same for any number of processes.
+
+Letters: T tokens of the whole text, N rows, S tokens in a row, G rows in a global batch, B rows in one forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
+from torch import Tensor
+
+from ..errors import PosSwapError, nearest
+from .arguments import FinetuneArguments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+IGNORED = -100  # the label that transformers' losses leave out
+ROW_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+def read_documents(arguments: FinetuneArguments) -> Dataset:
+    """One row per document, the text in one column. Raises PosSwapError for a source that is missing or empty."""
+    if arguments.dataset_name is not None:
+        where = f"dataset_name={arguments.dataset_name!r}"
+        load = {
+            "path": arguments.dataset_name,
+            "name": arguments.dataset_config_name,
+            "split": arguments.dataset_split,
+        }
+    else:
+        where, files = _files(arguments)
+        suffixes = {file.suffix.lower() for file in files}
+        formats = {ROW_FORMATS.get(suffix, "text") for suffix in suffixes} if arguments.train_file else {"text"}
+        if len(formats) > 1:
+            raise PosSwapError(f"{where} mixes {', '.join(sorted(suffixes))}; give files of one format")
+        load = {"path": formats.pop(), "data_files": [str(file) for file in files], "split": "train"}
+        if load["path"] == "text":
+            load["sample_by"] = "document"
+    try:
+        documents = load_dataset(**load)
+    except (OSError, ValueError, DatasetGenerationError) as error:
+        raise PosSwapError(f"{where} cannot be read: {error.__cause__ or error}") from error
+    column = "text" if load["path"] == "text" else arguments.text_column
+    if column not in documents.column_names:
+        raise PosSwapError(f"text_column={column!r} is not a column of it; {nearest(column, documents.column_names)}")
+    return documents.select_columns(column)
+
+
+def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """`input_ids` of each document that is not blank: the tokenizer's special tokens, then EOS where it has one.
+
+    Nothing is cut, whatever the tokenizer's `model_max_length`.
+    """
+    return documents.map(
+        _tokens,
+        input_columns=documents.column_names,
+        fn_kwargs={"tokenizer": tokenizer},
+        batched=True,
+        remove_columns=documents.column_names,
+        desc="tokenize",
+    )
+
+
+class Blocks:
+    """The text as one stream of T tokens, cut into N = T // S rows; the tail that fills no row is left out.
+
+    The tokens stay where `datasets` keeps them, in files mapped to memory.
+    """
+
+    def __init__(self, tokenized: Dataset, block_size: int) -> None:
+        chunks = tokenized.with_format("arrow")[:].column("input_ids").chunks if len(tokenized) else []
+        self._chunks = [chunk.flatten().to_numpy() for chunk in chunks]
+        self._ends = np.cumsum([len(chunk) for chunk in self._chunks], dtype=np.int64)
+        lengths = [chunk.value_lengths().to_numpy() for chunk in chunks]
+        self._starts = np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int64)[:-1]  # first token of each document
+        self.block_size = block_size
+        self.tokens = int(self._ends[-1]) if chunks else 0
+
+    def __len__(self) -> int:
+        return self.tokens // self.block_size
+
+    def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """(token ids, positions inside the document), both (S,). A document cut by a row's edge begins anew at 0."""
+        begin = row * self.block_size
+        end = begin + self.block_size
+        first, last = np.searchsorted(self._ends, [begin, end - 1], side="right")
+        pieces = []
+        for index in range(first, last + 1):
+            origin = self._ends[index] - len(self._chunks[index])
+            pieces.append(self._chunks[index][max(begin - origin, 0) : end - origin])
+        places = np.arange(begin, end)
+        documents = self._starts[np.searchsorted(self._starts, places, side="right") - 1]
+        return np.concatenate(pieces).astype(np.int64), places - np.maximum(documents, begin)
+
+    def longest_document(self) -> int:
+        """Tokens of the longest document, or part of one, inside one row."""
+        edges = np.arange(len(self) + 1) * self.block_size
+        inside = self._starts[self._starts < edges[-1]]
+        return int(np.diff(np.union1d(edges, inside)).max())
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of every step: a function of the seed and the step, so that a resumed run needs no bookkeeping.
+
+    Each epoch shuffles the rows anew and leaves out those that fill no global batch. Masks are drawn per epoch and
+    row, so that they too are the same for any number of processes.
+    """
+
+    blocks: Blocks
+    tokenizer: PreTrainedTokenizerBase
+    arguments: FinetuneArguments
+    objective: str
+    global_batch_size: int
+
+    def rows(self, step: int) -> tuple[int, np.ndarray]:
+        """(epoch, row numbers (G,)) of the global batch of a step, counted from 0."""
+        epoch, batch = divmod(step, len(self.blocks) // self.global_batch_size)
+        order = np.random.default_rng((self.arguments.seed, 0, epoch)).permutation(len(self.blocks))
+        return epoch, order[batch * self.global_batch_size : (batch + 1) * self.global_batch_size]
+
+    def of_process(self, step: int, process: int, processes: int) -> list[dict[str, Tensor]]:
+        """One process's share of a step, a batch for each forward.
+
+        A batch has `input_ids` and `labels`, both (B, S); and `position_ids` (B, S) where documents are packed.
+        """
+        size = self.arguments.per_device_train_batch_size
+        epoch, rows = self.rows(step)
+        begins = range(process * size, self.global_batch_size, processes * size)
+        return [self._collate(epoch, rows[begin : begin + size]) for begin in begins]
+
+    def targets(self, batch: dict[str, Tensor]) -> int:
+        """Tokens of a batch that are predicted."""
+        labels = batch["labels"] if self.objective == "masked" else batch["labels"][:, 1:]
+        return int((labels != IGNORED).sum())
+
+    def _collate(self, epoch: int, rows: np.ndarray) -> dict[str, Tensor]:
+        examples = [self._example(epoch, int(row)) for row in rows]
+        return {name: torch.from_numpy(np.stack([example[name] for example in examples])) for name in examples[0]}
+
+    def _example(self, epoch: int, row: int) -> dict[str, np.ndarray]:
+        ids, positions = self.blocks[row]
+        if self.objective == "masked":
+            return self._masked(ids, np.random.default_rng((self.arguments.seed, 1, epoch, row)))
+        if self.arguments.packing == "documents":
+            # the end of one document does not predict the first token of the next
+            return {
+                "input_ids": ids,
+                "labels": np.where(positions == 0, IGNORED, ids),
+                "position_ids": positions,
+            }
+        return {"input_ids": ids, "labels": ids}
+
+    def _masked(self, ids: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """BERT's recipe (section 3.1): 80 % of the chosen tokens masked, 10 % replaced, 10 % kept. At least one is."""
+        draws = np.where(np.isin(ids, self.tokenizer.all_special_ids), 1.0, rng.random(len(ids)))
+        chosen = draws < self.arguments.mlm_probability
+        chosen[draws.argmin()] = True
+        fate = np.where(chosen, rng.random(len(ids)), 1.0)
+        others = rng.integers(len(self.tokenizer), size=len(ids))
+        inputs = np.where(fate < 0.8, self.tokenizer.mask_token_id, np.where(fate < 0.9, others, ids))
+        return {"input_ids": inputs, "labels": np.where(chosen, ids, IGNORED)}
+
+
+def _files(arguments: FinetuneArguments) -> tuple[str, list[Path]]:
+    """(the argument that named them, as text; the files in the order of their paths)."""
+    if arguments.train_file is not None:
+        files = [Path(name) for name in arguments.train_file]
+        for file in files:
+            if not file.is_file():
+                raise PosSwapError(f"train_file={str(file)!r} is not a file")
+        return f"train_file={arguments.train_file}", files
+    where = f"train_dir={arguments.train_dir!r}"
+    if not Path(arguments.train_dir).is_dir():
+        raise PosSwapError(f"{where} is not a folder")
+    files = sorted(path for path in Path(arguments.train_dir).rglob(arguments.file_pattern) if path.is_file())
+    if not files:
+        suffixes = sorted({p.suffix for p in Path(arguments.train_dir).rglob("*") if p.is_file() and p.suffix})
+        found = f"it holds {', '.join('*' + suffix for suffix in suffixes)}" if suffixes else "it is empty"
+        raise PosSwapError(f"{where} has no file that matches file_pattern={arguments.file_pattern!r}; {found}")
+    return where, files
+
+
+def _tokens(texts: list[str | None], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:
+    texts = [text for text in texts if text and not text.isspace()]
+    if not texts:
+        return {"input_ids": []}
+    documents = tokenizer(texts, truncation=False, verbose=False)["input_ids"]
+    eos = tokenizer.eos_token_id
+    if eos is not None:
+        documents = [ids if ids and ids[-1] == eos else [*ids, eos] for ids in documents]
+    return {"input_ids": [ids for ids in documents if len(ids) > 1]}  # a single token predicts nothing

@@ -1,0 +1,126 @@
+"""The record of a run, `train_log.json`: enough to run it again and to say what it cost."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import __version__
+from ..errors import PosSwapError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+FILE = "train_log.json"
+
+# Arguments that a resumed run may change: they name places, or how the same steps are computed and reported.
+FREE = frozenset(
+    {
+        "output_dir",
+        "model",
+        "max_steps",
+        "train_file",
+        "train_dir",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "gradient_checkpointing",
+        "max_start_loss",
+        "logging_steps",
+        "save_steps",
+        "resume_from_checkpoint",
+        "report_to",
+    }
+)
+
+
+@dataclass(kw_only=True)
+class TrainingLog:
+    """arguments: of the run. scheme: the model's record of its swap. objective: `causal` or `masked`.
+
+    chunked_loss: whether the loss was made without all logits at once. corpus_tokens, rows, block_size and
+    longest_document: of the text, in tokens; longest_document is the most that attention spans where documents are
+    packed apart. global_batch_size: rows per step.
+
+    steps, tokens: done so far. wall_seconds: loading of data, checkpoints and earlier parts of a resumed run
+    included. entries: one dict per logged step: step, loss (nats per target token of that step's global batch),
+    learning_rate, grad_norm (before clipping), tokens_per_second (input tokens, since the entry before).
+    """
+
+    arguments: dict[str, Any]
+    scheme: dict[str, Any] | None
+    model_class: str
+    parameters: int
+    objective: str
+    chunked_loss: bool
+    corpus_tokens: int
+    rows: int
+    block_size: int
+    longest_document: int
+    global_batch_size: int
+    command: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    hardware: dict[str, Any] = field(default_factory=dict)
+    steps: int = 0
+    tokens: int = 0
+    wall_seconds: float = 0.0
+    entries: list[dict[str, float]] = field(default_factory=list)
+
+    def describe_machine(self, accelerator: Accelerator) -> None:
+        """Fill in command, versions and hardware."""
+        device = accelerator.device
+        names = ("torch", "transformers", "accelerate", "datasets")
+        self.command = shlex.join([Path(sys.executable).name, *sys.argv])
+        self.versions = {"hf_posswap": __version__, "python": platform.python_version()}
+        self.versions |= {name: importlib.metadata.version(name) for name in names}
+        self.hardware = {
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "machine": platform.machine(),
+            "cpus": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "processes": accelerator.num_processes,
+            "distributed": accelerator.distributed_type.value,
+            "mixed_precision": accelerator.mixed_precision,
+        }
+
+    def continue_from(self, earlier: TrainingLog) -> None:
+        """Take over what an interrupted run had done. Raises PosSwapError where this one would not continue it."""
+        for name in self.arguments.keys() - FREE:
+            if self.arguments[name] != earlier.arguments.get(name):
+                raise PosSwapError(
+                    f"{name}={self.arguments[name]!r} differs from the {earlier.arguments.get(name)!r} of the run that "
+                    "is resumed; give the same, or start a new run"
+                )
+        for name in ("global_batch_size", "corpus_tokens", "objective"):
+            if getattr(self, name) != getattr(earlier, name):
+                raise PosSwapError(
+                    f"{name}={getattr(self, name)!r} differs from the {getattr(earlier, name)!r} of the run that is "
+                    "resumed: its steps cannot be continued"
+                )
+        self.steps, self.tokens, self.wall_seconds = earlier.steps, earlier.tokens, earlier.wall_seconds
+        self.entries = list(earlier.entries)
+
+    def write(self, folder: Path) -> None:
+        """Replace `folder/train_log.json`; the former one stays whole until this one is."""
+        temporary = folder / f".{FILE}"
+        temporary.write_text(json.dumps(asdict(self), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(temporary, folder / FILE)
+
+    @staticmethod
+    def read(folder: str | Path) -> TrainingLog:
+        """Raises PosSwapError where there is none, or it was written by something else."""
+        path = Path(folder) / FILE
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            return TrainingLog(**data)
+        except (OSError, ValueError, TypeError) as error:
+            names = ", ".join(f.name for f in fields(TrainingLog))
+            raise PosSwapError(f"{path} is not the log of a run ({error}); it holds: {names}") from None

@@ -1,0 +1,28 @@
+"""Fine-tune a causal or masked language model, with its positions swapped first where a scheme is given.
+
+    python scripts/finetune.py --model MODEL --scheme yarn --factor 4 --output_dir OUT \
+        --train_dir TEXTS --block_size 8192 --max_steps 400 --gradient_checkpointing --mixed_precision bf16
+
+On several GPUs put `accelerate launch` in the place of `python`; on several CPU processes
+`ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2`. To go on after an interruption, repeat
+the command with `--resume_from_checkpoint latest`.
+"""
+
+from __future__ import annotations
+
+from hf_posswap.arguments import parse, run, scheme_arguments, scheme_from
+from hf_posswap.training.arguments import FinetuneArguments
+
+
+def main() -> None:
+    arguments, scheme = parse(FinetuneArguments, scheme_arguments(), description=__doc__.splitlines()[0])
+    from accelerate import PartialState
+
+    from hf_posswap.training.loop import finetune, load
+
+    finetune(*load(arguments, scheme_from(scheme)), arguments)
+    PartialState().destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(main)

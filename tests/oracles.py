@@ -1,0 +1,144 @@
+"""Independent references, in float64 and by another route than the package's: numpy and complex numbers, one
+entry at a time where that is clearest. Nothing here imports hf_posswap or transformers' rope functions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+
+def rope(dim: int, theta: float = 10000.0, **_) -> tuple[np.ndarray, float]:
+    """RoFormer eq. 15, by repeated multiplication: theta_{i+1} = theta_i * theta^(-2/d)."""
+    ratio, frequencies = math.exp(-2.0 * math.log(theta) / dim), [1.0]
+    while len(frequencies) < dim // 2:
+        frequencies.append(frequencies[-1] * ratio)
+    return np.array(frequencies), 1.0
+
+
+def partial(dim: int, theta: float = 10000.0, *, partial_rotary_factor: float, **_) -> tuple[np.ndarray, float]:
+    frequencies, _one = rope(dim, theta)
+    kept = round(partial_rotary_factor * dim / 2)
+    return np.array([f if i < kept else 0.0 for i, f in enumerate(frequencies)]), 1.0
+
+
+def linear(dim: int, theta: float, *, factor: float, **_) -> tuple[np.ndarray, float]:
+    """Position Interpolation eq. 4: f(x, m) -> f(x, m L / L'): the angle of position m is that of m / s."""
+    position = 7.0
+    angle_of = rope(dim, theta)[0] * (position / factor)
+    return angle_of / position, 1.0
+
+
+def ntk(dim: int, theta: float, *, factor: float, **_) -> tuple[np.ndarray, float]:
+    """What defines the NTK-aware base: the slowest angle is exactly interpolated, the fastest kept, and the
+    frequencies stay a geometric series between the two."""
+    original = rope(dim, theta)[0]
+    return np.geomspace(original[0], original[-1] / factor, dim // 2), 1.0
+
+
+def yarn(
+    dim: int,
+    theta: float,
+    *,
+    factor: float,
+    length: int,
+    beta_fast=32,
+    beta_slow=1,
+    truncate=True,
+    attention_factor=None,
+) -> tuple[np.ndarray, float]:
+    """YaRN definitions 2 and 3. The ramp runs over dimension indices, as in the authors' code; its ends are where a
+    dimension makes beta rotations within L, found here by bisection on the wavelength instead of by the formula."""
+
+    def index_with(rotations: float) -> float:
+        low, high = -1e4, 1e4
+        for _ in range(200):
+            middle = (low + high) / 2
+            log_turns = math.log(length / (2 * math.pi)) - 2.0 * middle / dim * math.log(theta)
+            low, high = (middle, high) if log_turns > math.log(rotations) else (low, middle)
+        return low
+
+    start, end = index_with(beta_fast), index_with(beta_slow)
+    if truncate:
+        start, end = math.floor(start), math.ceil(end)
+    start, end = max(start, 0), min(end, dim - 1)
+    if start == end:
+        end += 0.001  # as the authors do
+    kept = []
+    for i, frequency in enumerate(rope(dim, theta)[0]):
+        share = min(max((i - start) / (end - start), 0.0), 1.0)
+        kept.append(frequency * (1 - share) + frequency / factor * share)
+    return np.array(kept), 0.1 * math.log(factor) + 1 if attention_factor is None else attention_factor
+
+
+def llama3(
+    dim: int, theta: float, *, factor: float, length: int, low_freq_factor=1.0, high_freq_factor=4.0, **_
+) -> tuple[np.ndarray, float]:
+    """Llama 3.1's piecewise rule, one frequency at a time."""
+    out = []
+    for frequency in rope(dim, theta)[0]:
+        turns = length * frequency / (2 * math.pi)  # rotations within the trained length
+        if turns > high_freq_factor:
+            out.append(frequency)
+        elif turns < low_freq_factor:
+            out.append(frequency / factor)
+        else:
+            mix = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
+            out.append(mix * frequency + (1 - mix) * frequency / factor)
+    return np.array(out), 1.0
+
+
+def dynamic(dim: int, theta: float, *, factor: float, length: int, seen: int, **_) -> tuple[np.ndarray, float]:
+    """YaRN section 3.3 with the NTK-aware scale s = factor * seen / L - (factor - 1), beyond L; before it, nothing."""
+    if seen <= length:
+        return rope(dim, theta)
+    return ntk(dim, theta, factor=factor * seen / length - (factor - 1))
+
+
+def nope(dim: int, theta: float = 0.0, **_) -> tuple[np.ndarray, float]:
+    return np.zeros(dim // 2), 1.0
+
+
+def turn(vectors: np.ndarray, frequencies: np.ndarray, scale: float, pairing: str) -> np.ndarray:
+    """Rotate (S, D) by complex multiplication; returns (S, R/2) complex, and the unrotated rest is not included."""
+    half = len(frequencies)
+    rotated = vectors[:, : 2 * half]
+    pairs = (
+        rotated[:, :half] + 1j * rotated[:, half:] if pairing == "halves" else rotated[:, 0::2] + 1j * rotated[:, 1::2]
+    )
+    return pairs * np.exp(1j * np.outer(np.arange(len(vectors)), frequencies)) * scale
+
+
+def scores(q: np.ndarray, k: np.ndarray, frequencies: np.ndarray, scale: float, pairing: str) -> np.ndarray:
+    """Logits (S, S) of one head before softmax: Re(q conj(k)) over the pairs, plus the dimensions that do not turn."""
+    rest = slice(2 * len(frequencies), None)
+    turned = (turn(q, frequencies, scale, pairing) @ turn(k, frequencies, scale, pairing).conj().T).real
+    return (turned + q[:, rest] @ k[:, rest].T) / math.sqrt(q.shape[1])
+
+
+def sinusoid(positions: int, dim: int, layout: str, scale: float) -> np.ndarray:
+    """Attention Is All You Need, section 3.5, entry by entry."""
+    table = np.empty((positions, dim))
+    for position in range(positions):
+        for i in range(dim // 2):
+            angle = position / math.pow(10000.0, 2 * i / dim)
+            where = (2 * i, 2 * i + 1) if layout == "interleaved" else (i, dim // 2 + i)
+            table[position, where[0]], table[position, where[1]] = scale * math.sin(angle), scale * math.cos(angle)
+    return table
+
+
+def interpolate(table: np.ndarray, length: int) -> np.ndarray:
+    where = np.linspace(0, len(table) - 1, length)
+    return np.stack([np.interp(where, np.arange(len(table)), column) for column in table.T], axis=1)
+
+
+def tile(table: np.ndarray, length: int) -> np.ndarray:
+    return np.concatenate([table] * (length // len(table) + 1))[:length]
+
+
+def hierarchical(table: np.ndarray, length: int) -> np.ndarray:
+    """Su 2020: q_{(i-1)n+j} = a u_i + (1-a) u_j, with u solved from q_j = p_j for the first n."""
+    a, rows = 0.4, len(table)
+    u = [table[0]]
+    u += [(p - a * u[0]) / (1 - a) for p in table[1:]]
+    return np.array([a * u[j // rows] + (1 - a) * u[j % rows] for j in range(length)])

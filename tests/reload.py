@@ -1,0 +1,48 @@
+"""Run in a fresh process: load every checkpoint under a folder, one way, and keep the logits.
+
+python reload.py stock|package FOLDER - `stock` first makes hf_posswap impossible to import.
+"""
+
+import sys
+from pathlib import Path
+
+MODE, FOLDER = sys.argv[1], Path(sys.argv[2])
+
+
+class _NotInstalled:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "hf_posswap":
+            raise ModuleNotFoundError(name)
+
+
+if MODE == "stock":
+    sys.meta_path.insert(0, _NotInstalled())
+
+import json  # noqa: E402
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+torch.set_num_threads(1)
+
+
+def load(folder: Path):
+    if MODE == "package":
+        import hf_posswap
+
+        return hf_posswap.from_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    return getattr(transformers, config["architectures"][0]).from_pretrained(folder)
+
+
+for folder in sorted(FOLDER.iterdir()):
+    try:
+        with torch.no_grad():
+            result = {"logits": load(folder).eval()(**load_file(folder / "inputs.st")).logits.contiguous()}
+        save_file(result, folder / f"{MODE}.st")
+    except Exception as error:
+        (folder / f"{MODE}.error").write_text(f"{type(error).__name__}: {error}")
+assert MODE == "package" or "hf_posswap" not in sys.modules

@@ -1,0 +1,200 @@
+"""Law 3: the installed numbers equal an independent float64 reference reached by another route."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hf_posswap import patch_model
+
+from . import oracles
+from .conftest import by_id
+from .families import FAMILIES, LENGTH, WIDTH, pixels, tokens
+from .rows import ROWS, Row, logits
+
+GRID = [
+    (dim, theta, length, factor)
+    for dim in (32, 64, 80, 96, 128)
+    for theta in (1e4, 5e5, 1e6)
+    for length in (2048, 8192)
+    for factor in (2, 4, 8, 32)
+]
+
+
+def llama(dim: int, theta: float, length: int):
+    parameters = {"rope_type": "default", "rope_theta": theta}
+    return FAMILIES["llama"].build(
+        layers=1, head_dim=dim, hidden_size=32, max_position_embeddings=length, rope_parameters=parameters
+    )
+
+
+@pytest.mark.parametrize("scheme", ["linear", "ntk", "yarn", "llama3"])
+@pytest.mark.parametrize(("dim", "theta", "length", "factor"), GRID)
+def test_frequencies(scheme, dim, theta, length, factor):
+    rotary = patch_model(llama(dim, theta, length), scheme, factor=factor).model.rotary_emb
+    expected, scale = getattr(oracles, scheme)(dim, theta, factor=factor, length=length)
+    # transformers blends kept and divided frequencies in float32: up to `factor` rounding units in the smaller one
+    np.testing.assert_allclose(rotary.inv_freq.double().numpy(), expected, rtol=max(1e-6, factor * 2.0**-23))
+    assert rotary.attention_scaling == pytest.approx(scale, rel=1e-12)
+    assert torch.equal(rotary.inv_freq, rotary.original_inv_freq)
+
+
+@pytest.mark.parametrize("options", [{"beta_fast": 16, "beta_slow": 2}, {"truncate": False}, {"attention_factor": 1.5}])
+@pytest.mark.parametrize("dim", [32, 80, 128])
+def test_yarn_options(dim, options):
+    rotary = patch_model(llama(dim, 1e4, 2048), "yarn", factor=8, **options).model.rotary_emb
+    expected, scale = oracles.yarn(dim, 1e4, factor=8, length=2048, **options)
+    np.testing.assert_allclose(rotary.inv_freq.double().numpy(), expected, rtol=1e-6)
+    assert rotary.attention_scaling == pytest.approx(scale, rel=1e-12)
+
+
+@pytest.mark.parametrize("seen", [100, 2048, 2049, 5000, 8192])
+def test_dynamic_follows_the_longest_position(seen):
+    rotary = patch_model(llama(64, 1e4, 2048), "dynamic", factor=4).model.rotary_emb
+    rotary(torch.zeros(1, 1, 1), torch.arange(seen)[None])
+    expected, _ = oracles.dynamic(64, 1e4, factor=4, length=2048, seen=seen)
+    np.testing.assert_allclose(rotary.inv_freq.double().numpy(), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("position", [1, 1000, 131071])
+def test_cos_and_sin_at_far_positions(position):
+    rotary = patch_model(llama(64, 5e5, 32768), "yarn", factor=4).model.rotary_emb
+    cos, sin = rotary(torch.zeros(1, 1, 1), torch.tensor([[position]]))
+    frequencies, scale = oracles.yarn(64, 5e5, factor=4, length=32768)
+    turned = np.exp(1j * position * np.tile(frequencies, 2)) * scale
+    # the angle is a float32 product: half a unit in the last place of position, in radians
+    tolerance = position * 2.0**-23 + 1e-6
+    np.testing.assert_allclose(cos[0, 0].double().numpy(), turned.real, atol=tolerance)
+    np.testing.assert_allclose(sin[0, 0].double().numpy(), turned.imag, atol=tolerance)
+
+
+SCORE_ROWS = [
+    ("linear", {"factor": 4}, oracles.linear, "halves"),
+    ("ntk", {"factor": 4}, oracles.ntk, "halves"),
+    ("yarn", {"factor": 4}, oracles.yarn, "halves"),
+    ("llama3", {"factor": 4}, oracles.llama3, "halves"),
+    ("rope", {"rope_theta": 5e5}, lambda dim, _theta, **_: oracles.rope(dim, 5e5), "halves"),
+    ("rope", {"partial_rotary_factor": 0.5}, lambda *a, **_: oracles.partial(*a, partial_rotary_factor=0.5), "halves"),
+    ("rope", {"pairing": "interleaved"}, oracles.rope, "interleaved"),
+    ("nope", {}, oracles.nope, "halves"),
+]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "params", "oracle", "pairing"), SCORE_ROWS, ids=[f"{r[0]}-{r[1]}" for r in SCORE_ROWS]
+)
+@pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
+def test_attention_of_the_whole_model(scheme, params, oracle, pairing):
+    """The attention a patched LLaMA computes, from its embeddings up, against complex arithmetic on the weights
+    that it had before the patch."""
+    model = FAMILIES["llama"].build(layers=1, attn_implementation="eager")
+    layer, ids = model.model.layers[0], tokens(1, 20)
+    with torch.no_grad():
+        hidden = layer.input_layernorm(model.model.embed_tokens(ids))[0].double().numpy()
+    w_q, w_k = (w.weight.detach().double().numpy() for w in (layer.self_attn.q_proj, layer.self_attn.k_proj))
+    patch_model(model, scheme, **params)
+    with torch.no_grad():
+        attention = model(ids, output_attentions=True).attentions[0][0].double().numpy()
+
+    dim = layer.self_attn.head_dim
+    frequencies, scale = oracle(dim, 1e4, factor=4, length=LENGTH)
+    q, k = (hidden @ w.T for w in (w_q, w_k))
+    for head in range(4):
+        of_kv = head // 2
+        s = oracles.scores(
+            q[:, head * dim : (head + 1) * dim], k[:, of_kv * dim : (of_kv + 1) * dim], frequencies, scale, pairing
+        )
+        s[np.triu_indices(len(s), 1)] = -np.inf
+        weights = np.exp(s - s.max(1, keepdims=True))
+        np.testing.assert_allclose(attention[head], weights / weights.sum(1, keepdims=True), atol=2e-6)
+
+
+def table_of(model) -> torch.Tensor:
+    """The position table of a text model, found by its name in the state dict."""
+    names = [
+        n
+        for n in model.state_dict()
+        if n.endswith(("position_embeddings.weight", "wpe.weight", "embed_positions.weight"))
+    ]
+    (name,) = names
+    return model.state_dict()[name].double()
+
+
+@by_id([r for r in ROWS if r.scheme in ("sinusoidal", "learned") and r.native and not r.anatomy.vision])
+def test_tables(row: Row):
+    model = row.source()
+    old = table_of(model).numpy()
+    reserved = {"opt": 2}.get(row.family, row.anatomy.first)
+    rows, length = old[reserved:], row.params.get("max_positions", row.params.get("target_length", 3 * LENGTH))
+    row.patch(model)
+    new = table_of(model).numpy()
+    if row.scheme == "learned":
+        expected = getattr(oracles, row.params["init"])(rows, length)
+    else:
+        length = row.params.get("max_positions", LENGTH)
+        matched = row.params.get("scale", "match") == "match"
+        scale = np.sqrt((rows**2).mean() / 0.5) if matched else 1.0
+        expected = oracles.sinusoid(length, rows.shape[1], row.params.get("layout", "interleaved"), scale)
+    assert len(new) == reserved + length
+    np.testing.assert_array_equal(new[:reserved], old[:reserved])
+    np.testing.assert_allclose(new[reserved:], expected, rtol=1e-5, atol=2e-6)
+    if row.params.get("init") in ("tile", "hierarchical"):
+        np.testing.assert_array_equal(new[: len(old)], old)
+
+
+@by_id([r for r in ROWS if r.scheme == "sinusoidal" and not r.native])
+def test_added_vectors(row: Row):
+    """What enters the second reader of the first layer is the embedding plus the sinusoid."""
+    model, ids = row.source(layers=1), tokens(1, 12)
+    seen = {}
+    stack = model.get_decoder()
+    first = stack.layers[0]
+
+    def keep(name):
+        return lambda module, args, kwargs: seen.__setitem__(
+            name, (args[0] if args else kwargs["hidden_states"]).detach()
+        )
+
+    handle = first.register_forward_pre_hook(keep("before"), with_kwargs=True)
+    logits(model, input_ids=ids)
+    handle.remove()
+    row.patch(model)
+    first.register_forward_pre_hook(keep("after"), with_kwargs=True)
+    logits(model, input_ids=ids)
+    added = (seen["after"] - seen["before"])[0].double().numpy()
+    embedding = model.get_input_embeddings()
+    with torch.no_grad():
+        rms = embedding(torch.arange(embedding.weight.shape[0])).double().square().mean().sqrt().item()
+    expected = oracles.sinusoid(12, WIDTH, row.params["layout"], rms / np.sqrt(0.5))
+    np.testing.assert_allclose(added, expected, atol=2e-6 * max(1.0, np.abs(seen["after"].numpy()).max()))
+
+
+@pytest.mark.parametrize("size", [16, 48, 64, 72])
+def test_image_table_equals_transformers_own_interpolation(size):
+    """transformers resamples ViT's table on the fly, square to square, when asked; the patched model needs no asking."""
+    model, image = FAMILIES["vit"].build(), pixels(size)
+    with torch.no_grad():
+        expected = model(image, interpolate_pos_encoding=True).logits
+    patch_model(model, "learned", image_size=size)
+    assert torch.equal(logits(model, pixel_values=image), expected)
+
+
+def test_image_table_tiles_over_rows_and_columns():
+    model = FAMILIES["vit"].build()
+    old = model.vit.embeddings.position_embeddings.detach()[0].numpy()
+    patch_model(model, "learned", image_size=(48, 64), init="tile")
+    new = model.vit.embeddings.position_embeddings.detach()[0].numpy()
+    np.testing.assert_array_equal(new[0], old[0])
+    for r in range(6):
+        for c in range(8):
+            np.testing.assert_array_equal(new[1 + r * 8 + c], old[1 + (r % 4) * 4 + c % 4])
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "mpnet", "opt"])
+@pytest.mark.parametrize("init", ["tile", "hierarchical"])
+def test_routes_that_only_extend_leave_short_inputs_alone(family, init):
+    model, ids = FAMILIES[family].build(), tokens(2, 30)
+    before = logits(model, input_ids=ids)
+    patch_model(model, "learned", factor=4, init=init)
+    assert torch.equal(logits(model, input_ids=ids), before)

@@ -1,0 +1,217 @@
+"""Law 7 and law 11: a saved model, loaded in a fresh process, gives the same logits to the bit; every table is rebuilt
+right by every way of loading. Native checkpoints load where this package cannot be imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hf_posswap import PosSwapError, describe, from_pretrained, patch_model, probe, unpatch_model
+
+from .conftest import by_id
+from .families import FAMILIES, tokens
+from .rows import ROTARY_ROWS, ROWS, SILENT_ROWS, Row, logits
+
+FRESH = Path(__file__).with_name("reload.py")
+
+
+def folder_name(row: Row) -> str:
+    return f"{ROWS.index(row):03d}-{row.scheme}-{row.family}"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """Every row patched and saved, with its inputs and logits, then loaded by two fresh processes."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for row in ROWS:
+        model, inputs = row.patched(), row.inputs()
+        folder = root / folder_name(row)
+        model.save_pretrained(folder)
+        save_file(inputs, folder / "inputs.st")
+        save_file({"logits": logits(model, **inputs).contiguous()}, folder / "memory.st")
+    for mode in ("stock", "package"):
+        subprocess.run([sys.executable, FRESH, mode, root], check=True)
+    return root
+
+
+def read(folder: Path, mode: str) -> torch.Tensor:
+    error = folder / f"{mode}.error"
+    assert not error.exists(), error.read_text()
+    return load_file(folder / f"{mode}.st")["logits"]
+
+
+@by_id([row for row in ROWS if row.native])
+def test_stock_transformers_gives_the_same_logits(row: Row, saved: Path):
+    folder = saved / folder_name(row)
+    assert torch.equal(read(folder, "stock"), read(folder, "memory"))
+
+
+@by_id([row for row in ROWS if not row.native])
+def test_stock_transformers_never_loads_a_portable_checkpoint_wrongly(row: Row, saved: Path):
+    folder = saved / folder_name(row)
+    assert "hf_posswap" in (folder / "stock.error").read_text()
+
+
+@by_id(ROWS)
+def test_package_gives_the_same_logits(row: Row, saved: Path):
+    folder = saved / folder_name(row)
+    assert torch.equal(read(folder, "package"), read(folder, "memory"))
+
+
+@by_id(ROWS)
+def test_saving_again_gives_the_same_files(row: Row, saved: Path, tmp_path: Path):
+    folder = saved / folder_name(row)
+    from_pretrained(folder).save_pretrained(tmp_path)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes(), name
+
+
+@by_id(ROWS)
+def test_reloaded_is_described_probed_and_undone_as_in_memory(row: Row, saved: Path):
+    model, inputs = from_pretrained(saved / folder_name(row)), row.inputs()
+    in_memory = row.patched()
+    assert str(describe(model)) == str(describe(in_memory))
+    assert probe(model).faults == ()
+    frozen = [name for name, p in in_memory.named_parameters() if not p.requires_grad]
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == frozen
+    if not row.undoable:
+        with pytest.raises(PosSwapError, match="no longer holds the table"):
+            unpatch_model(model)
+        assert torch.equal(logits(model, **inputs), logits(in_memory, **inputs))
+        return
+    unpatch_model(model)
+    inputs = {"input_ids": tokens(2, 20)}
+    assert torch.equal(logits(model, **inputs), logits(row.source(), **inputs))
+
+
+WAYS = {
+    "dtype": {"dtype": torch.bfloat16},
+    "device_map": {"device_map": "cpu"},
+    "auto": {"device_map": "auto"},
+}
+
+
+@by_id([row for row in ROWS if row.scheme in ("yarn", "dynamic", "nope", "sinusoidal", "learned")])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_way_of_loading_rebuilds_every_buffer(row: Row, way: str, saved: Path):
+    plain = from_pretrained(saved / folder_name(row))
+    other = from_pretrained(saved / folder_name(row), **WAYS[way])
+    expected = dict(plain.named_buffers())
+    found = dict(other.named_buffers())
+    assert found.keys() == expected.keys()
+    for name, buffer in found.items():
+        if (
+            "inv_freq" in name or not buffer.is_floating_point()
+        ):  # others (Gemma's embed_scale) follow the dtype asked for
+            assert buffer.dtype == expected[name].dtype
+            assert torch.equal(buffer, expected[name]), name
+
+
+@by_id(ROTARY_ROWS + [row for row in SILENT_ROWS if row in ROWS[: len(ROTARY_ROWS) + 5]])
+def test_meta_model_is_materialised_right(row: Row):
+    """Patched on the meta device, given memory, initialised by transformers: every frequency as if built plainly."""
+    with torch.device("meta"):
+        empty = row.patched()
+    empty.to_empty(device="cpu")
+    for module in empty.modules():
+        module._is_hf_initialized = False
+    for tensor in [*empty.parameters(), *empty.buffers()]:
+        tensor._is_hf_initialized = False
+    empty.initialize_weights()
+    expected = dict(row.patched().named_buffers())
+    for name, buffer in empty.named_buffers():
+        if "inv_freq" in name:
+            assert torch.equal(buffer, expected[name]), name
+
+
+def test_sharded_checkpoint(tmp_path: Path):
+    model, ids = patch_model(FAMILIES["llama"].build(), "yarn", factor=4), tokens(2, 40)
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert torch.equal(logits(from_pretrained(tmp_path), input_ids=ids), logits(model, input_ids=ids))
+
+
+def test_unpatched_checkpoint_loads_as_it_is(tmp_path: Path):
+    model, ids = FAMILIES["bert"].build(), tokens(2, 20)
+    model.save_pretrained(tmp_path)
+    loaded = from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    assert torch.equal(logits(loaded, input_ids=ids), logits(model, input_ids=ids))
+
+
+def test_stock_model_with_a_record_can_be_patched_and_undone(tmp_path: Path):
+    """A user who loads with transformers itself and then calls us: the record in the config is taken over."""
+    source, ids = FAMILIES["llama"].build(), tokens(2, 40)
+    before = logits(source, input_ids=ids)
+    patch_model(source, "yarn", factor=4).save_pretrained(tmp_path)
+    loaded = type(source).from_pretrained(tmp_path)
+    patch_model(loaded, "linear", factor=2)
+    expected = logits(patch_model(FAMILIES["llama"].build(), "linear", factor=2), input_ids=ids)
+    assert torch.equal(logits(loaded, input_ids=ids), expected)
+    assert torch.equal(logits(unpatch_model(loaded), input_ids=ids), before)
+
+
+RECORD_FAULTS = {
+    "unknown key": lambda r: r.update(extra=1),
+    "missing key": lambda r: r.pop("storage"),
+    "from the future": lambda r: r.update(version=99),
+    "unknown scheme": lambda r: r.update(scheme="yarm"),
+    "unknown parameter": lambda r: r["params"].update(faktor=4),
+    "wrong type": lambda r: r.update(length="long"),
+    "not a record": lambda r: r.clear(),
+    "unknown storage": lambda r: r.update(storage="elsewhere"),
+}
+
+
+@pytest.mark.parametrize("fault", RECORD_FAULTS)
+def test_broken_record_is_refused(fault: str, tmp_path: Path):
+    patch_model(FAMILIES["llama"].build(), "yarn", factor=4).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    RECORD_FAULTS[fault](config["posswap"])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PosSwapError):
+        from_pretrained(tmp_path)
+
+
+def test_loader_runs_no_code_of_a_checkpoint(tmp_path: Path):
+    patch_model(FAMILIES["llama"].build(), "yarn", factor=4).save_pretrained(tmp_path)
+    with pytest.raises(PosSwapError, match="never runs code"):
+        from_pretrained(tmp_path, trust_remote_code=True)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["os.system"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PosSwapError, match="architectures"):
+        from_pretrained(tmp_path)
+
+
+CONFIG_TABLE = [
+    # scheme, rope_type, theta, max_position_embeddings, keys beside; for a trained length of 32, factor 4, d = 16
+    ("ntk", "default", 10000.0 * 4 ** (16 / 14), 128, {}),
+    ("linear", "linear", 10000.0, 32, {"factor": 4}),
+    ("dynamic", "dynamic", 10000.0, 32, {"factor": 4}),
+    ("yarn", "yarn", 10000.0, 128, {"factor": 4, "original_max_position_embeddings": 32}),
+    (
+        "llama3",
+        "llama3",
+        10000.0,
+        128,
+        {"factor": 4, "original_max_position_embeddings": 32, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rope_type", "theta", "length", "beside"), CONFIG_TABLE, ids=[r[0] for r in CONFIG_TABLE]
+)
+def test_what_is_written_to_the_config(scheme, rope_type, theta, length, beside, tmp_path):
+    patch_model(FAMILIES["llama"].build(), scheme, factor=4).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["rope_parameters"] == {"rope_type": rope_type, "rope_theta": pytest.approx(theta)} | beside
+    assert config["max_position_embeddings"] == length
+    assert isinstance(config["max_position_embeddings"], int)
+    assert config["posswap"]["scheme"] == scheme
