@@ -131,22 +131,27 @@ class Anatomy:
     def config(self) -> PreTrainedConfig:
         return text_config(self.model)
 
+    def layers(self) -> tuple[str, nn.ModuleList]:
+        """(path, layers) of the text stack (of the image stack, where there is no text)."""
+        count = self.config.num_hidden_layers
+        for path, module in self.model.named_modules():
+            if isinstance(module, nn.ModuleList) and len(module) == count > 0:
+                return path, module
+        raise PosSwapError(f"no list of {count} layers was found in {kind(self.model)}")
+
     def first_layer(self) -> tuple[str, nn.Module, nn.Module]:
-        """(path, module) of the first layer of the text stack, and the stack that calls it.
+        """(path, module) of the first layer, and the stack that calls it.
 
         Raises PosSwapError where they do not take `position_ids`: nothing could then be added there by position.
         """
-        count = self.config.num_hidden_layers
-        for path, layers in self.model.named_modules():
-            if isinstance(layers, nn.ModuleList) and len(layers) == count > 0:
-                stack = self.model.get_submodule(path.rpartition(".")[0])
-                for module in (stack, layers[0]):
-                    if "position_ids" not in inspect.signature(module.forward).parameters:
-                        raise PosSwapError(
-                            f"{kind(module)} takes no position_ids, so no position vector can be added to {path}.0"
-                        )
-                return f"{path}.0", layers[0], stack
-        raise PosSwapError(f"no list of {count} layers was found in {kind(self.model)}")
+        path, layers = self.layers()
+        stack = self.model.get_submodule(path.rpartition(".")[0])
+        for module in (stack, layers[0]):
+            if "position_ids" not in inspect.signature(module.forward).parameters:
+                raise PosSwapError(
+                    f"{kind(module)} takes no position_ids, so no position vector can be added to {path}.0"
+                )
+        return f"{path}.0", layers[0], stack
 
 
 def kind(model: nn.Module) -> str:

@@ -253,12 +253,31 @@ def _relative(a: Tensor, b: Tensor) -> float:
     return ((a.double() - b.double()).abs().max() / scale).item()
 
 
-class _TextSubject:
-    """Token ids in, hidden states (S, E) out: after the first layer, and after the last."""
+class _Subject:
+    """A model and a tiny input: hidden states (S, E) after its first layer, and after its last."""
 
     def __init__(self, anatomy: Anatomy) -> None:
-        self.model = anatomy.model
-        limit = anatomy.table.length if anatomy.table is not None else 10**9
+        self.model, self.table = anatomy.model, anatomy.table
+        self.layer = anatomy.layers()[1][0]
+        stack = anatomy.model.get_encoder() if anatomy.model.config.is_encoder_decoder else anatomy.model.base_model
+        self.stack = stack
+
+    def run(self, **inputs: Any) -> tuple[Tensor, Tensor]:
+        seen: list[Tensor] = []
+        handle = self.layer.register_forward_hook(
+            lambda _m, _a, out: seen.append(out if isinstance(out, Tensor) else out[0])
+        )
+        try:
+            last = self.stack(**inputs).last_hidden_state
+        finally:
+            handle.remove()
+        return seen[0][0], last[0]
+
+
+class _TextSubject(_Subject):
+    def __init__(self, anatomy: Anatomy) -> None:
+        super().__init__(anatomy)
+        limit = self.table.length if self.table is not None else 10**9
         window = getattr(anatomy.config, "sliding_window", None) or limit  # its mask tells order by itself
         self.length = min(16, max(2, limit // 2), max(2, window))
         self.room = limit - self.length
@@ -268,20 +287,15 @@ class _TextSubject:
         usable = [i for i in range(min(config.vocab_size, 512)) if i not in special]
         picks = torch.randperm(len(usable), generator=generator)[: self.length]
         self.ids = torch.tensor(usable)[picks.repeat(self.length)[: self.length]].to(self.model.device)
-        self.runner = self.model.get_encoder() if self.model.config.is_encoder_decoder else self.model
         changed = self.ids.clone()
         changed[-1] = self.ids[0]
         self.causal = _relative(self.states(changed)[1][0], self.states(self.ids)[1][0]) == 0.0
 
     def states(self, ids: Tensor, shift: int | None = None) -> tuple[Tensor, Tensor]:
-        arguments: dict[str, Any] = {
-            "attention_mask": torch.ones_like(ids)[None],
-            "output_hidden_states": True,
-        }
+        arguments = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
         if shift is not None:
             arguments["position_ids"] = torch.arange(shift, shift + len(ids), device=ids.device)[None]
-        states = self.runner(input_ids=ids[None], **arguments).hidden_states
-        return states[min(1, len(states) - 1)][0], states[-1][0]
+        return self.run(**arguments)
 
     def order(self) -> float:
         count = len(self.ids) - 1 if self.causal else len(self.ids)
@@ -293,10 +307,10 @@ class _TextSubject:
 
     def shift(self) -> float | None:
         step = min(7, self.room)
-        if step < 1 or "position_ids" not in inspect.signature(self.runner.forward).parameters:
+        if step < 1 or "position_ids" not in inspect.signature(self.stack.forward).parameters:
             return None
-        offset = _first_position(self.runner)
-        return _relative(self.states(self.ids, offset + step)[1], self.states(self.ids, offset)[1])
+        first = self.table.reserved if self.table is not None and self.table.counted else 0
+        return _relative(self.states(self.ids, first + step)[1], self.states(self.ids, first)[1])
 
     def distance(self) -> tuple[tuple[int, float], ...]:
         filler = self.ids[:1].repeat(self.length)
@@ -309,52 +323,39 @@ class _TextSubject:
         return tuple(found)
 
 
-def _first_position(model: nn.Module) -> int:
-    """The position id of a first token: RoBERTa-like models number from padding_idx + 1."""
-    anatomy = examine(model)
-    return anatomy.table.reserved if anatomy.table is not None and anatomy.table.counted else 0
-
-
-class _ImageSubject:
-    """Pixels in, hidden states (prefix + patches, E) out; order is that of the patches."""
+class _ImageSubject(_Subject):
+    """Order is that of the patches; distance, of columns from the first patch."""
 
     def __init__(self, anatomy: Anatomy) -> None:
-        self.model, self.table = anatomy.model, anatomy.table
-        rows, columns = self.table.grid
-        patch, channels = self.table.patch, self.model.config.num_channels
-        generator = torch.Generator().manual_seed(0)
-        pixels = torch.randn(1, channels, rows * patch, columns * patch, generator=generator)
+        super().__init__(anatomy)
+        self.rows, self.columns = self.table.grid
+        shape = (1, self.model.config.num_channels, self.rows * self.table.patch, self.columns * self.table.patch)
+        pixels = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         self.pixels = pixels.to(self.model.device, self.model.dtype)
 
-    def states(self, pixels: Tensor) -> Tensor:
-        return self.model(pixels, output_hidden_states=True).hidden_states[-1][0]
-
     def order(self) -> float:
-        rows, columns = self.table.grid
         patch = self.table.patch
         blocks = self.pixels.unfold(2, patch, patch).unfold(3, patch, patch)  # (1, C, rows, columns, patch, patch)
         flipped = blocks.flip(2, 3).permute(0, 1, 2, 4, 3, 5).reshape(self.pixels.shape)
-        straight, permuted = self.states(self.pixels), self.states(flipped)
-        prefix = straight.shape[0] - rows * columns
+        straight, permuted = self.run(pixel_values=self.pixels)[1], self.run(pixel_values=flipped)[1]
+        prefix = straight.shape[0] - self.rows * self.columns
         return _relative(permuted, torch.cat([straight[:prefix], straight[prefix:].flip(0)]))
 
     def shift(self) -> None:
         return None
 
     def distance(self) -> tuple[tuple[int, float], ...]:
-        """Change of the first patch when the patch so many columns to its right is blanked."""
-        patch = self.table.patch
-        prefix = self.table.reserved
-        plain, found, away = self.states(self.pixels)[prefix], [], 1
-        while away < self.table.grid[1]:
+        patch, first = self.table.patch, self.table.reserved
+        plain, found, away = self.run(pixel_values=self.pixels)[1][first], [], 1
+        while away < self.columns:
             blank = self.pixels.clone()
             blank[..., :patch, away * patch : (away + 1) * patch] = 0
-            found.append((away, _relative(self.states(blank)[prefix], plain)))
+            found.append((away, _relative(self.run(pixel_values=blank)[1][first], plain)))
             away *= 2
         return tuple(found)
 
 
-def _rotary_calls(anatomy: Anatomy, subject: Any) -> set[str]:
+def _rotary_calls(anatomy: Anatomy, subject: _Subject) -> set[str]:
     """Paths of the rotary modules that one forward pass calls."""
     called: set[str] = set()
     handles = [
@@ -373,7 +374,7 @@ def _rotary_modules(anatomy: Anatomy) -> dict[str, nn.Module]:
     """Every module of the rotary contract in the text stack, also one that reads another config or is read by none."""
     if anatomy.rotary is None:
         return {}
-    stack = next(iter(anatomy.rotary.modules)).rpartition(".")[0]
+    stack = anatomy.layers()[0].rpartition(".")[0]
     root = anatomy.model.get_submodule(stack)
     return {
         f"{stack}.{path}".lstrip("."): module
