@@ -172,7 +172,7 @@ def test_added_vectors(row: Row):
 
 @pytest.mark.parametrize("size", [16, 48, 64, 72])
 def test_image_table_equals_transformers_own_interpolation(size):
-    """transformers resamples ViT's table on the fly, square to square, when asked; the patched model needs no asking."""
+    """transformers resamples ViT's table on the fly, square to square, when asked; the patched model always does."""
     model, image = FAMILIES["vit"].build(), pixels(size)
     with torch.no_grad():
         expected = model(image, interpolate_pos_encoding=True).logits

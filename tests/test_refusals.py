@@ -1,4 +1,4 @@
-"""Law 12: a bad argument or an unsupported pair raises PosSwapError that names it; model and files stay as they were."""
+"""Law 12: what cannot be done raises PosSwapError that names the argument; model and files stay as they were."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_model_without_a_site():
     from transformers import MambaConfig, MambaForCausalLM
 
     model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4))
-    with pytest.raises(PosSwapError, match="MambaForCausalLM .*'mamba'.* has no site"):
+    with pytest.raises(PosSwapError, match=r"MambaForCausalLM .*'mamba'.* has no site"):
         patch_model(model, "yarn", factor=4)
 
 
@@ -323,7 +323,7 @@ def test_image_processor_follows():
     assert logits(model, **processor(image, return_tensors="pt")).shape == (1, 2)
     unpatch_model(model, processor=processor)
     assert dict(processor.size) == {"height": 32, "width": 32}
-    with pytest.raises(PosSwapError, match="processor=ViTImageProcessor.* model without images"):
+    with pytest.raises(PosSwapError, match=r"processor=ViTImageProcessor.* model without images"):
         patch_model(FAMILIES["bert"].build(), "learned", max_positions=64, processor=processor)
 
 

@@ -12,7 +12,7 @@ import argparse
 import dataclasses
 import json
 import re
-from collections import Counter
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +38,92 @@ LARGEST = 64  # of any size that no cap below knows
 # The cap of a size, by the first pattern that is the whole name of the field.
 CAPS = {
     r".*vocab.*": VOCAB,
+    r".*heads_per_layer": HEADS,
     r".*layers?": 2,
     r".*experts_per_tok(en)?|top_k_experts|moe_(top_?)?k": 2,
     r".*experts": 4,
     r"n_group|num_expert_group|topk_group": 1,
     r".*mamba.*heads": 8,
     r".*(heads?|n_head)": HEADS,
+    r"qk_(nope|rope)_head_dim|rotary_dim|.*sliding_window|.*attention_window.*|local_attention|local_radius": 8,
     r".*head_?dim|d_head|d_kv|dim_head|kv_channels|attention_head_size|mamba_d_head|query_pre_attn_scalar": 16,
     r".*_d_state|.*state_size|original_max_position_embeddings": 16,
-    r"rotary_dim|.*sliding_window|.*attention_window.*|local_attention|local_radius": 8,
 }
 
-# What capping cannot guess, by the model type of the config (or of the nested config) that has the fields.
-OVERRIDES: dict[str, dict[str, Any]] = {}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+BOTH = ["sliding_attention", "full_attention"]
 
-# Types that do not run on text alone.
-NOT_ALONE = {}
+# What capping cannot guess, by the model type of the config (or of the nested config) that has the fields.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "blt": {"use_cache": False},  # its cache asks BltConfig for a num_hidden_layers that it does not have
+    "cohere_compass_text": {
+        "layer_types": BOTH,
+        "rope_parameters": {name: dict(ROPE, mrope_section=[4, 2, 2]) for name in BOTH},
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "deepseek_v4": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    },
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note_text": {"sliding_window": 8},
+    "encoder-decoder": {
+        "encoder": {"model_type": "bert"},
+        "decoder": {"model_type": "bert", "is_decoder": True, "add_cross_attention": True},
+    },
+    "esm": {"vocab_size": VOCAB, "pad_token_id": 1, "mask_token_id": 2},
+    "flint": {"mlp_only_layers": [0]},
+    "gemma3n_text": {"num_hidden_layers": 4, "layer_types": BOTH * 2, "num_kv_shared_layers": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granite_swa": {"layer_rope_theta": [1e6, 1e4]},
+    "granitemoe_swa": {"layer_rope_theta": [1e6, 1e4]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "position_embedding_type": "rope"},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "laguna": {"layer_types": BOTH},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"head_dim": 8},
+    "mamba2": {"num_heads": 8},
+    "mellum": {"layer_types": BOTH},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "nystromformer": {"conv_kernel_size": 5},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "reformer": {
+        "attn_layers": ["local", "lsh"],
+        "axial_pos_shape": [8, 8],
+        "axial_pos_embds_dim": [16, 48],
+        "local_attn_chunk_length": 8,
+        "lsh_attn_chunk_length": 8,
+    },
+    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2, "depths": [1] * 7},
+    "vibevoice_asr": {"acoustic_tokenizer_chunk_size": 3200},
+    "xlstm": {"qk_dim_factor": 1.0},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zamba2": {"use_mem_rope": True},
+    "zaya": {"layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 8},
+}
+
+# Types that do not run on text alone, and why.
+NOT_ALONE = {
+    "gemma4_assistant": "drafts for a Gemma 4 model, whose hidden states and keys it is given",
+    "gemma4_unified_assistant": "drafts for a Gemma 4 model, whose hidden states and keys it is given",
+    "voxtral_realtime": "adds an audio frame to every token",
+}
 
 
 class CannotBuild(Exception):
@@ -71,12 +141,24 @@ def build(model_type: str, task: str) -> PreTrainedModel:
         raise CannotBuild(NOT_ALONE[model_type])
     try:
         model_class = getattr(transformers, getattr(modeling_auto, TASKS[task])[model_type])
-        config = tiny_config(config_class_for(model_class, model_type))
+        config_class = config_class_for(model_class, model_type)
+        decoder = {"is_decoder": True} if task == "causal-lm" and "is_decoder" in field_names(config_class) else {}
+        config = tiny_config(config_class, **decoder)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return model_class._from_config(config, dtype=torch.float32).eval()
+            model = model_class._from_config(config, dtype=torch.float32).eval()
+            stir(model)
+            return model
     except Exception as error:
         raise CannotBuild(reason(error)) from error
+
+
+@torch.no_grad()
+def stir(model: PreTrainedModel) -> None:
+    """Give a value to every parameter that starts at zero: a gate at zero would hide the part behind it."""
+    for parameter in model.parameters():
+        if not parameter.any():
+            parameter.normal_(std=0.1)
 
 
 def config_class_for(model_class: type[PreTrainedModel], model_type: str) -> type[PreTrainedConfig]:
@@ -96,7 +178,8 @@ def forward(model: PreTrainedModel, length: int = 16) -> Tensor:
     """Logits of random text, (1, length, vocabulary); models that read codebooks get the text once for each."""
     generator = torch.Generator().manual_seed(0)
     rows = getattr(model.config, "num_codebooks", 1)
-    ids = torch.randint(WORDS.start, WORDS.stop, (1, length), generator=generator).expand(rows, -1)
+    stop = min(WORDS.stop, getattr(model.config.get_text_config(), "vocab_size", VOCAB))
+    ids = torch.randint(WORDS.start, stop, (1, length), generator=generator).expand(rows, -1)
     inputs = {"input_ids": ids}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids.flip(-1)
@@ -107,17 +190,26 @@ def forward(model: PreTrainedModel, length: int = 16) -> Tensor:
 # --- tiny configs
 
 
-def tiny_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
-    """A config of the class with every size capped and one layer of each kind."""
-    overrides = OVERRIDES.get(config_class.model_type, {})
-    default = config_class(**{name: value for name, value in overrides.items() if isinstance(value, dict)})
-    meanings = {name: meaning for meaning, name in config_class.attribute_map.items()}
-    defaults = {f.name: f.default for f in dataclasses.fields(config_class) if f.default is not dataclasses.MISSING}
+def field_names(config_class: type[PreTrainedConfig]) -> set[str]:
+    """The names of the fields of a config class."""
+    return {f.name for f in dataclasses.fields(config_class)}
 
-    values = {name: shrink(meanings.get(name, name), value, defaults) for name, value in defaults.items()}
-    values |= {name: tiny_config(type(v)) for name, v in vars(default).items() if isinstance(v, PreTrainedConfig)}
-    values |= kept_layers(default, overrides.get("num_hidden_layers"))
-    config = config_class(**(values | overrides))
+
+def tiny_config(config_class: type[PreTrainedConfig], **fixed: Any) -> PreTrainedConfig:
+    """A config of the class with every size capped and one layer of each kind, and with the values in `fixed`."""
+    overrides = deepcopy(OVERRIDES.get(config_class.model_type, {})) | fixed
+    default = config_class(**{name: dict(value) for name, value in overrides.items() if isinstance(value, dict)})
+    fields = {f.name: f.default for f in dataclasses.fields(config_class) if f.default is not dataclasses.MISSING}
+    fields |= {name: value for name, value in vars(default).items() if name.endswith("_id") and name in fields}
+
+    values = {name: shrink(name, value, fields) for name, value in fields.items()}
+    values |= kept_layers(default, overrides.get("num_hidden_layers")) | overrides
+    parts_as_dicts = getattr(config_class, "has_no_defaults_at_init", False)
+    for name, part in vars(default).items():
+        if isinstance(part, PreTrainedConfig):
+            tiny = tiny_config(type(part), **overrides.get(name, {}))
+            values[name] = tiny.to_dict() if parts_as_dicts else tiny
+    config = config_class(**values)
     shorten_pretraining(getattr(config, "rope_parameters", None))
     return config
 
@@ -128,8 +220,8 @@ def shrink(name: str, value: Any, siblings: dict[str, Any]) -> Any:
         return {key: shrink(key, entry, value) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(shrink(name, entry, siblings) for entry in value)
-    if name in ("initializer_range", "init_std"):
-        return 0.2  # about 1 / sqrt(hidden size), so that what attention does is seen in the logits
+    if name in ("initializer_range", "initializer_factor", "init_std"):
+        return max(value, 0.2)  # about 1 / sqrt(hidden size), so that what attention does is seen in the logits
     if isinstance(value, bool) or not isinstance(value, int):
         return value
     if name.endswith(("_id", "_index")):
@@ -143,7 +235,7 @@ def shrink(name: str, value: Any, siblings: dict[str, Any]) -> Any:
 
 def kept_layers(default: PreTrainedConfig, depth: int | None) -> dict[str, Any]:
     """The depth and the per-layer fields of `default`, cut to one layer of each kind or to the first `depth`."""
-    fields = {f.name for f in dataclasses.fields(default)}
+    fields = field_names(type(default))
     depth_field = default.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     if depth_field not in fields:
         return {}
@@ -198,35 +290,55 @@ def rotary_modules(model: PreTrainedModel) -> dict[str, str]:
 
 
 def census(task: str, model_type: str) -> dict[str, Any]:
-    """What became of one type: a record that goes into the JSON."""
-    record: dict[str, Any] = {"task": task, "type": model_type, "built": False}
+    """What became of one type: a record for the JSON file."""
+    record = {"task": task, "type": model_type}
     try:
         model = build(model_type, task)
+        finite = bool(forward(model).isfinite().all())
     except CannotBuild as error:
-        return record | {"reason": str(error)}
-    finite = forward(model).isfinite().all().item()
+        return record | {"built": False, "reason": str(error)}
+    except Exception as error:
+        return record | {"built": False, "reason": f"does not run: {reason(error)}"}
     size = sum(p.numel() for p in model.parameters())
     return record | {"built": True, "finite": finite, "parameters": size, "rotary": rotary_modules(model)}
 
 
-def main() -> None:
+def line(record: dict[str, Any]) -> str:
+    """One record as a line of text."""
+    start = f"{record['task']:<11} {record['type']:<26}"
+    if not record["built"]:
+        return f"{start} cannot be built: {record['reason']}"
+    rotary = ", ".join(f"{path} ({kind})" for path, kind in record["rotary"].items()) or "no rotary contract"
+    return f"{start} built{'' if record['finite'] else ', logits not finite'}; {rotary}"
+
+
+def summary(records: list[dict[str, Any]], task: str) -> str:
+    """The counts of one task as a line of text."""
+    mine = [record for record in records if record["task"] == task]
+    kinds = [set(record["rotary"].values()) for record in mine if record["built"]]
+    flat, nested = sum("flat" in kind for kind in kinds), sum("nested" in kind for kind in kinds)
+    return f"{task}: {len(kinds)} of {len(mine)} built; rotary contract flat in {flat}, nested in {nested}"
+
+
+def main(arguments: list[str] | None = None) -> None:
     """Build everything, print a line for each type and the counts, and write the records."""
-    parser = argparse.ArgumentParser(description="Build a tiny instance of every text model type.")
-    parser.add_argument("--output", type=Path, help="Where to write the records, as JSON.")
-    parser.add_argument("--task", choices=list(TASKS), action="append", help="Only this task (may be repeated).")
-    arguments = parser.parse_args()
+    parser = argparse.ArgumentParser(description="Build a tiny instance of every text model type.", allow_abbrev=False)
+    parser.add_argument("--output", type=Path, help="where to write the records, as JSON")
+    parser.add_argument("--task", choices=list(TASKS), action="append", help="only this task; may be repeated")
+    options = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
 
-    pairs = [(task, model_type) for task in arguments.task or TASKS for model_type in model_types(task)]
+    tasks = options.task or list(TASKS)
     records = []
-    for task, model_type in tqdm(pairs, unit="model"):
-        record = census(task, model_type)
-        records.append(record)
-        tqdm.write(line(record))
-    for task, counts in summary(records).items():
-        print(f"{task}: {counts}")
-    if arguments.output:
-        arguments.output.write_text(json.dumps({"transformers": transformers.__version__, "types": records}, indent=1))
+    pairs = [(task, model_type) for task in tasks for model_type in model_types(task)]
+    for pair in tqdm(pairs, unit="model"):
+        records.append(census(*pair))
+        tqdm.write(line(records[-1]))
+    for task in tasks:
+        print(summary(records, task))
+    if options.output:
+        report = {"transformers": transformers.__version__, "torch": torch.__version__, "types": records}
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import PosSwapError
-from .files import replacing
+from ..runs import replacing
 
 # the base lies on top, and is smaller so that a line under it still shows
 BASE = {"color": "black", "marker": "o", "markersize": 4.5, "linewidth": 1.2, "zorder": 3}

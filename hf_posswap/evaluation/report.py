@@ -15,12 +15,8 @@ command, hardware, versions, seconds
 from __future__ import annotations
 
 import csv
-import importlib.metadata
 import json
 import os
-import platform
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -28,9 +24,8 @@ from typing import Any
 
 import torch
 
-from .. import __version__
 from ..errors import PosSwapError
-from .files import replacing
+from ..runs import command, hardware, replacing, versions
 from .protocols import Protocol
 
 COLUMNS = (
@@ -56,8 +51,8 @@ def build(
     device: torch.device | str,
     seconds: float,
 ) -> dict[str, Any]:
-    """The report as one JSON-ready dict; `series` is the base's and the model's."""
-    base, model = series
+    """The report as one JSON-ready dict; `series` begins with the base's and ends with the model's."""
+    base, *_, model = series
     return {
         "protocol": protocol.name,
         "summary": protocol.summary,
@@ -67,7 +62,7 @@ def build(
         "series": list(series),
         "models": models,
         "data": data,
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "command": command(),
         "hardware": hardware(device),
         "versions": versions(),
         "seconds": round(seconds, 3),
@@ -96,22 +91,6 @@ def short_cost(base: dict[str, Any], model: dict[str, Any], original_length: int
         "unit": "nats per token",
         "lengths": lengths,
     }
-
-
-def hardware(device: torch.device | str) -> dict[str, Any]:
-    """The device that computed, by name where it has one, and the CPU side of the machine."""
-    device = torch.device(device)
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-    }
-
-
-def versions() -> dict[str, str]:
-    found = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-    return {"hf_posswap": __version__, "python": platform.python_version(), **found}
 
 
 def table(report: dict[str, Any]) -> str:
@@ -157,3 +136,24 @@ def write_report(report: dict[str, Any], folder: str | os.PathLike, stem: str = 
         raise PosSwapError(f"{folder}: the report cannot be written there: {error}") from error
     plot_lengths(report, paths["png"])
     return paths
+
+
+def comparison(series: Sequence[dict[str, Any]], original_length: int) -> str:
+    """A Markdown table of perplexities, a row per series and a column per length, with the change of the loss at the
+    original length (nats per token, against the series called `base`) beside it."""
+    lengths = sorted({point["length"] for one in series for point in one["points"]})
+    base = next(one for one in series if one["name"] == "base")
+    heads = ["scheme", "fine-tuned", *(f"{n:,}{'*' if n == original_length else ''}" for n in lengths), "change at *"]
+    lines = [heads, ["---", "---", *(["---:"] * (len(lengths) + 1))]]
+    for one in series:
+        found = {point["length"]: point["perplexity"] for point in one["points"]}
+        cells = [f"{found[n]:.3f}" if n in found else "-" for n in lengths]
+        stage = {None: "", "before": "no", "after": "yes"}[one["stage"]]
+        delta = "" if one is base else f"{short_cost(base, one, original_length)['delta']:+.4f}"
+        lines.append([one["name"], stage, *cells, delta])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in lines]
+    note = (
+        "Perplexity by length in tokens. * is the trained length; the change there is of the loss, in nats per token."
+    )
+    return "\n".join([*rows, "", note])

@@ -47,7 +47,7 @@ class Rope(Scheme):
             if site.rotary_dim != site.head_dim:
                 raise self.refuse(
                     "partial_rotary_factor",
-                    f"cannot replace {site.rotary_dim / site.head_dim:g}: this model's attention was built for that width",
+                    f"cannot replace {site.rotary_dim / site.head_dim:g}: this attention was built for that width",
                 )
             rotated = share * site.head_dim
             if rotated != int(rotated) or int(rotated) % 2:

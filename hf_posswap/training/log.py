@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
-import platform
-import shlex
-import sys
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from .. import __version__
 from ..errors import PosSwapError
+from ..runs import command, hardware, replacing, versions
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -76,16 +69,8 @@ class TrainingLog:
 
     def describe_machine(self, accelerator: Accelerator) -> None:
         """Fill in command, versions and hardware."""
-        device = accelerator.device
-        names = ("torch", "transformers", "accelerate", "datasets")
-        self.command = shlex.join([Path(sys.executable).name, *sys.argv])
-        self.versions = {"hf_posswap": __version__, "python": platform.python_version()}
-        self.versions |= {name: importlib.metadata.version(name) for name in names}
-        self.hardware = {
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            "machine": platform.machine(),
-            "cpus": os.cpu_count(),
-            "threads": torch.get_num_threads(),
+        self.command, self.versions = command(), versions("accelerate", "datasets")
+        self.hardware = hardware(accelerator.device) | {
             "processes": accelerator.num_processes,
             "distributed": accelerator.distributed_type.value,
             "mixed_precision": accelerator.mixed_precision,
@@ -110,9 +95,8 @@ class TrainingLog:
 
     def write(self, folder: Path) -> None:
         """Replace `folder/train_log.json`; the former one stays whole until this one is."""
-        temporary = folder / f".{FILE}"
-        temporary.write_text(json.dumps(asdict(self), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(temporary, folder / FILE)
+        with replacing(folder / FILE) as path:
+            path.write_text(json.dumps(asdict(self), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
     @staticmethod
     def read(folder: str | Path) -> TrainingLog:

@@ -1,0 +1,40 @@
+# `make demo`, `make test`: the rest is for developers. PIP_CONSTRAINT may choose a torch build.
+PYTHON ?= python3
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: demo test test-long quality bench readme wheel clean
+
+$(VENV)/run: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --editable '.[plots]'
+	touch $@
+
+$(VENV)/dev: $(VENV)/run
+	$(RUN) -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: $(VENV)/run  ## the whole road, about ten minutes on two cores
+	$(RUN) scripts/demo.py --output_dir runs/demo
+
+test: $(VENV)/dev  ## the tests
+	$(RUN) -m pytest
+
+test-long: $(VENV)/dev  ## the tests that take minutes each
+	$(RUN) -m pytest -m long
+
+quality: $(VENV)/dev  ## lint and format check
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+bench: $(VENV)/run  ## speed, as ratios measured side by side
+	$(RUN) scripts/bench.py
+
+readme: $(VENV)/run  ## write the generated parts of README.md and docs/
+	$(RUN) scripts/readme.py
+
+wheel: $(VENV)/dev
+	$(RUN) -m hatchling build
+
+clean:
+	rm -rf $(VENV) dist runs

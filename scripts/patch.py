@@ -1,0 +1,78 @@
+"""Patch a checkpoint's positions and save it, with its tokenizer and a card, ready to train or to push.
+
+python scripts/patch.py --model MODEL --scheme yarn --factor 4 --output_dir OUT
+python scripts/patch.py --model MODEL --scheme yarn --factor 4 --dry_run
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hf_posswap.arguments import parse, run, scheme_arguments, scheme_from
+from hf_posswap.errors import PosSwapError
+
+
+@dataclass
+class PatchArguments:
+    """What to patch and where to put it."""
+
+    model: str = field(metadata={"help": "Folder, or name on the hub, of the model to patch."})
+    output_dir: str | None = field(default=None, metadata={"help": "Folder for the patched model; new, or empty."})
+    dry_run: bool = field(default=False, metadata={"help": "Print what would be changed, and stop."})
+
+
+def main() -> None:
+    arguments, scheme = parse(PatchArguments, scheme_arguments(), description=__doc__.splitlines()[0])
+    scheme = scheme_from(scheme)
+    if scheme is None:
+        raise PosSwapError("--scheme is missing: say what the positions are swapped for")
+    if arguments.output_dir is None and not arguments.dry_run:
+        raise PosSwapError("--output_dir is missing: say where the patched model goes, or give --dry_run")
+    if (
+        arguments.output_dir is not None
+        and Path(arguments.output_dir).exists()
+        and any(Path(arguments.output_dir).iterdir())
+    ):
+        raise PosSwapError(f"--output_dir={arguments.output_dir!r} is not empty; give a new folder")
+
+    import transformers
+
+    from hf_posswap import describe, from_pretrained, patch_model, probe
+    from hf_posswap.card import write_card
+
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        model = from_pretrained(arguments.model, dtype="auto")
+    except OSError as error:
+        raise PosSwapError(f"--model={arguments.model!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    tokenizer = load_tokenizer(arguments.model)
+    if arguments.dry_run:
+        print(patch_model(model, scheme, tokenizer=tokenizer, dry_run=True))
+        return
+    patch_model(model, scheme, tokenizer=tokenizer)
+    print(describe(model))
+    found = probe(model)
+    print(found)
+    if not found.ok:
+        raise PosSwapError(f"the patched model is not what its config says: {found.faults[0]}; nothing was saved")
+    model.save_pretrained(arguments.output_dir)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(arguments.output_dir)
+    write_card(arguments.output_dir)
+    print(f"written  {arguments.output_dir}")
+
+
+def load_tokenizer(folder: str):
+    """The tokenizer beside the model; None where there is none, which is said."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError):
+        print(f"note: {folder} has no tokenizer; its length limit is left to you")
+        return None
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,177 @@
+"""Write the generated parts of README.md: what is between `<!-- generated: NAME -->` and `<!-- end -->`.
+
+python scripts/readme.py [--check]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import sys
+import tempfile
+import warnings
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from hf_posswap.arguments import parse, run
+from hf_posswap.errors import PosSwapError
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(r"<!-- generated: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+
+USE = """\
+from transformers import AutoModelForCausalLM
+from hf_posswap import describe, patch_model, probe
+
+model = AutoModelForCausalLM.from_pretrained("runs/demo/base")
+patch_model(model, "yarn", factor=8)
+print(describe(model))
+print("as the config says:", probe(model).ok)
+"""
+# scheme -> parameters that suit every family it applies to
+TRIED = {
+    "nope": {},
+    "rope": {"rope_theta": 2e5},
+    "linear": {"factor": 4},
+    "ntk": {"factor": 4},
+    "dynamic": {"factor": 4},
+    "yarn": {"factor": 4},
+    "llama3": {"factor": 4},
+    "sinusoidal": {},
+    "learned": {"factor": 4},
+}
+
+
+@dataclass
+class ReadmeArguments:
+    """What to do."""
+
+    check: bool = field(default=False, metadata={"help": "Change nothing; fail where the page is out of date."})
+
+
+def main() -> None:
+    (arguments,) = parse(ReadmeArguments, description=__doc__.splitlines()[0])
+    page = ROOT / "README.md"
+    old = page.read_text(encoding="utf-8")
+    new = generate(old)
+    if arguments.check and new != old:
+        raise PosSwapError("README.md is out of date; run: make readme")
+    page.write_text(new, encoding="utf-8")
+
+
+def generate(page: str) -> str:
+    """The page with every generated part made anew."""
+    parts = {
+        "use": use,
+        "schemes": schemes,
+        "families": families,
+        "recognised": recognised,
+        "demo": demo,
+        "bench": bench,
+    }
+
+    def part(match: re.Match) -> str:
+        return f"<!-- generated: {match[1]} -->\n{parts[match[1]]().strip()}\n<!-- end -->"
+
+    return BLOCK.sub(part, page)
+
+
+def use() -> str:
+    """The lines at the top of the page, and what they print, run on a model with the demo's config."""
+    return f"```python\n{USE}```\n```\n{run_use()}```"
+
+
+def run_use() -> str:
+    """What the lines print."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import demo
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    printed = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        demo.tiny_llama(demo.DemoArguments(), 258).save_pretrained(folder)
+        with contextlib.redirect_stdout(printed):
+            exec(USE.replace("runs/demo/base", folder), {})
+    return printed.getvalue()
+
+
+def schemes() -> str:
+    """A row per scheme."""
+    from hf_posswap.scheme import registry
+
+    lines = ["| scheme | sites | parameters | source |", "|---|---|---|---|"]
+    for name, cls in registry().items():
+        parameters = ", ".join(f"`{f.name}`" for f in fields(cls)) or "-"
+        lines.append(f"| `{name}` | {', '.join(sorted(cls.sites)) or 'none'} | {parameters} | [paper]({cls.paper}) |")
+    return "\n".join(lines)
+
+
+def families() -> str:
+    """A row per family of the tests, a column per scheme: each pair is tried on a tiny model."""
+    sys.path.insert(0, str(ROOT))
+    from hf_posswap import patch_model
+    from hf_posswap.patching import record_of
+    from tests.families import FAMILIES
+
+    marks = {"native": "native", "portable": "portable"}
+    lines = [f"| | {' | '.join(f'`{s}`' for s in TRIED)} |", "|---|" + "---|" * len(TRIED)]
+    for name, family in FAMILIES.items():
+        cells = []
+        for scheme, params in TRIED.items():
+            model = family.build()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    patch_model(model, scheme, **params)
+                    cells.append(marks[record_of(model).storage])
+                except PosSwapError:
+                    cells.append("-")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    note = "native: stock transformers reloads it. portable: `hf_posswap.from_pretrained` does. -: refused, saying why."
+    return "\n".join([*lines, "", note])
+
+
+def recognised() -> str:
+    counts = _read("docs/recognised.json")["summary"]
+    return (
+        f"With transformers {counts['transformers']}, {counts['recognised']} of the {counts['built']} causal model types "
+        "that can be built here are recognised; [the list](docs/recognised.json)."
+    )
+
+
+def demo() -> str:
+    from hf_posswap.evaluation.report import comparison
+
+    results = _read("docs/demo/results.json")
+    return comparison(results["series"], results["original_length"])
+
+
+def bench() -> str:
+    report = _read("docs/bench.json")
+    lines = ["| what | measured | goal |", "|---|---:|---:|"]
+    for one in report["results"]:
+        mark = "" if one["met"] else " (missed)"
+        lines.append(f"| {one['what']} | {one['value']:.3f} {one['unit']}{mark} | {one['goal']:g} |")
+    hardware, versions = report["hardware"], report["versions"]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"On {hardware['cpus']} CPU cores, torch {versions['torch']}, transformers {versions['transformers']}.",
+        ]
+    )
+
+
+def _read(path: str) -> dict:
+    try:
+        return json.loads((ROOT / path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PosSwapError(f"{path} is missing: a run writes it") from None
+
+
+if __name__ == "__main__":
+    run(main)
