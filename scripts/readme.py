@@ -138,7 +138,7 @@ def families() -> str:
 def recognised() -> str:
     counts = _read("docs/recognised.json")["summary"]
     return (
-        f"With transformers {counts['transformers']}, {counts['recognised']} of the {counts['built']} causal model types "
+        f"With transformers {counts['transformers']}, {counts['recognised']} of {counts['built']} causal model types "
         "that can be built here are recognised; [the list](docs/recognised.json)."
     )
 

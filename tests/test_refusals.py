@@ -271,7 +271,7 @@ def test_failure_in_the_middle_of_a_patch_takes_everything_back(family, edit, mo
 
 
 class Tokenizer:
-    """The two things patching asks of a tokenizer; the real ones are used in test_tokenizers.py."""
+    """The two things patching asks of a tokenizer; a real one goes through test_scripts.py."""
 
     def __init__(self, size: int, length: int) -> None:
         self.size, self.model_max_length = size, length

@@ -197,7 +197,7 @@ def test_built_wheel_is_complete(tmp_path: Path):
 
 def test_two_processes_shard_a_patched_model_from_the_meta_device(tmp_path: Path):
     patch_model(FAMILIES["llama"].build(), "yarn", factor=4).save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run([*command, ROOT / "tests" / "shard.py", tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "rank 0 of 2: equal" in done.stdout

@@ -23,6 +23,7 @@ def test_a_type_is_built_tiny_and_runs(task, model_type):
     assert not model.training
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert sum(p.numel() for p in model.parameters()) < 2e6
+    assert all(p.any() for p in model.parameters() if p.numel())
 
 
 def test_two_builds_are_the_same_and_leave_the_random_state_alone():

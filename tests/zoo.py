@@ -220,7 +220,7 @@ def shrink(name: str, value: Any, siblings: dict[str, Any]) -> Any:
         return {key: shrink(key, entry, value) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(shrink(name, entry, siblings) for entry in value)
-    if name in ("initializer_range", "initializer_factor", "init_std"):
+    if name in ("initializer_range", "initializer_factor", "init_std") and value is not None:
         return max(value, 0.2)  # about 1 / sqrt(hidden size), so that what attention does is seen in the logits
     if isinstance(value, bool) or not isinstance(value, int):
         return value
