@@ -18,7 +18,7 @@ demo: $(VENV)/run  ## the whole road, about ten minutes on two cores
 	$(RUN) scripts/demo.py --output_dir runs/demo
 
 test: $(VENV)/dev  ## the tests
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2 --dist loadfile
 
 test-long: $(VENV)/dev  ## the tests that take minutes each
 	$(RUN) -m pytest -m long

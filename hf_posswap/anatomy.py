@@ -134,10 +134,13 @@ class Anatomy:
     def layers(self) -> tuple[str, nn.ModuleList]:
         """(path, layers) of the text stack (of the image stack, where there is no text)."""
         count = self.config.num_hidden_layers
-        for path, module in self.model.named_modules():
-            if isinstance(module, nn.ModuleList) and len(module) == count > 0:
-                return path, module
-        raise PosSwapError(f"no list of {count} layers was found in {kind(self.model)}")
+        lists = [(p, m) for p, m in self.model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+        # a few models count sub-layers or build several stacks: then the first list of layers that attend
+        attending = [(p, m) for p, m in lists if "position_embeddings" in inspect.signature(m[0].forward).parameters]
+        found = [(p, m) for p, m in lists if len(m) == count] or attending
+        if not found:
+            raise PosSwapError(f"no list of {count} layers was found in {kind(self.model)}")
+        return found[0]
 
     def first_layer(self) -> tuple[str, nn.Module, nn.Module]:
         """(path, module) of the first layer, and the stack that calls it.
@@ -201,6 +204,9 @@ def find_rotary(model: PreTrainedModel) -> RotarySite | None:
     if not modules or getattr(config, "alibi", False):  # Falcon builds its rotary module even where ALiBi is used
         return None
     first = next(iter(modules.values()))
+    for path, module in model.named_modules():
+        if type(module) is type(first) and module.config is not config:
+            raise PosSwapError(f"{kind(model)}: the rotary module at {path} reads a config of its own, not the model's")
     layer_types = tuple(
         sorted(n[: -len("_original_inv_freq")] for n in first._buffers if n.endswith("_original_inv_freq"))
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import parts
-from .anatomy import Anatomy, RotarySite, TableSite, examine, find_pairing, kind
+from .anatomy import Anatomy, RotarySite, TableSite, examine, find_pairing, follows_rotary_contract, kind
 from .edits import Hook, Replace, same
 from .errors import PosSwapError
 from .positions import root_mean_square
@@ -213,8 +213,11 @@ def rotary_geometry(anatomy: Anatomy, layer_type: str | None, pairing: bool = Fa
 
 def _install_rotary(new: Plan, scheme: Scheme) -> None:
     site = new.anatomy.rotary
+    if getattr(site.config, "max_position_embeddings", None) is None:
+        raise PosSwapError(f"{scheme}: the config of {kind(new.anatomy.model)} does not say the trained length")
     asks_pairing = getattr(scheme, "pairing", None) is not None
     layer_types = scaled_layer_types(site, scheme)
+    _spell_out_head_dim(new)
     parameters, change, geometry = copy.deepcopy(site.config.rope_parameters), None, None
     for layer_type in layer_types:
         geometry = rotary_geometry(new.anatomy, layer_type, pairing=asks_pairing)
@@ -226,9 +229,20 @@ def _install_rotary(new: Plan, scheme: Scheme) -> None:
             parameters[layer_type] = change.rope_parameters
     _write_rotary(new, parameters, change)
     rotary_edits(new, site, new.text)
+    _validate(new)
     if change.pairing is not None and change.pairing != geometry.pairing:
         _install_pairing(new, geometry, change.pairing, layer_types)
     new.length = change.length
+
+
+def _spell_out_head_dim(new: Plan) -> None:
+    """Some configs leave `head_dim` None (Mixtral), which transformers' scaling functions cannot multiply with."""
+    site, config = new.anatomy.rotary, new.anatomy.config
+    if "head_dim" in vars(config) and config.head_dim is None:
+        head_dim = config.hidden_size // config.num_attention_heads
+        live = next(iter(site.modules.values())).get_buffer(next(site.buffers()))
+        if 2 * live.shape[-1] == head_dim:
+            new.set_config("head_dim", head_dim)
 
 
 def _refuse_odd(geometry: RotaryGeometry, scheme: Scheme) -> None:
@@ -249,6 +263,15 @@ def _write_rotary(new: Plan, parameters: dict[str, Any], change: RotaryChange) -
         inside,
     ):
         new.set_config("original_max_position_embeddings", inside)
+
+
+def _validate(new: Plan) -> None:
+    """Ask the config's own class whether it would be saved and loaded again."""
+    try:
+        new.text.validate_rope()
+    except Exception as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise PosSwapError(f"{new.scheme} is not a rope type of {kind(new.anatomy.model)}: {reason}") from error
 
 
 def rotary_edits(new: Plan, site: RotarySite, config: Any) -> None:
@@ -273,9 +296,15 @@ def rotary_edits(new: Plan, site: RotarySite, config: Any) -> None:
 
 
 def build(cls: type[nn.Module], config: Any) -> nn.Module:
-    """A fresh module of transformers' own class, on the CPU."""
-    with torch.device("cpu"):
-        return cls(config)
+    """A fresh module of transformers' own class, on the CPU. PosSwapError where transformers cannot build it."""
+    try:
+        with torch.device("cpu"):
+            return cls(config)
+    except Exception as error:
+        raise PosSwapError(
+            f"{config.rope_parameters} cannot be built by this model's own {cls.__name__}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def plain_state(module: nn.Module) -> dict[str, Any]:
@@ -294,11 +323,18 @@ def _same_rotation(site: RotarySite, cls: type[nn.Module], config: Any) -> bool:
     far = 4 * max(site.config.max_position_embeddings, 2)
     positions = torch.tensor([[0, 1, far]])
     for layer_type in site.layer_types or (None,):
-        arguments = () if layer_type is None else (layer_type,)
+        arguments = (torch.zeros(1, 1, 1), positions, *(() if layer_type is None else (layer_type,)))
         try:
-            a, b = (m(torch.zeros(1, 1, 1), positions, *arguments) for m in (old, new))
+            a = old(*arguments)
         except (RuntimeError, IndexError, TypeError):
             return True  # coordinates of another form (M-RoPE); the buffers were compared already
+        try:
+            b = new(*arguments)
+        except Exception as error:
+            raise PosSwapError(
+                f"{config.rope_parameters} does not run in this model's own {cls.__name__}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         pairs = zip(a, b, strict=True) if isinstance(a, tuple) else [(a, b)]
         if not all(same(x, y) for x, y in pairs):
             return False
@@ -306,31 +342,37 @@ def _same_rotation(site: RotarySite, cls: type[nn.Module], config: Any) -> bool:
 
 
 def _derived_edits(new: Plan, old_config: Any, new_config: Any) -> None:
-    """Numbers that attention modules derived from the rotary parameters when built (MLA's second factor, say).
+    """Numbers that layers derived from the rotary parameters when they were built (MLA's second factor, say).
 
-    Each kind of attention is built twice on the meta device, from the old and the new config; what differs
-    between the two is what a reload would compute, and is set on every live module of that kind.
+    Each kind of layer is built twice on the meta device, from the old and the new config; what differs between the
+    two is what a reload would compute, and is set in every live layer of that kind.
     """
-    stale: dict[tuple, dict[str, Any]] = {}
+    path, layers = new.anatomy.layers()
     layer_types = getattr(new_config, "layer_types", None) or ()
-    for path, module in new.anatomy.model.named_modules():
-        if not isinstance(getattr(module, "layer_idx", None), int) or module is new.anatomy.model:
-            continue
-        index = module.layer_idx
-        key = (type(module), layer_types[index] if index < len(layer_types) else None)
+    stale: dict[tuple, dict[str, dict[str, Any]]] = {}
+    for index, layer in enumerate(layers):
+        key = (type(layer), layer_types[index] if index < len(layer_types) else None)
         if key not in stale:
-            stale[key] = _derived(type(module), index, old_config, new_config)
-        for name, value in stale[key].items():
-            new.replace(module, name, value, path)
+            stale[key] = _derived(type(layer), index, old_config, new_config)
+        for inner, changes in stale[key].items():
+            for name, value in changes.items():
+                new.replace(layer.get_submodule(inner), name, value, f"{path}.{index}.{inner}".rstrip("."))
 
 
-def _derived(cls: type[nn.Module], index: int, old_config: Any, new_config: Any) -> dict[str, Any]:
-    parameters = list(inspect.signature(cls.__init__).parameters)[1:]
-    if parameters[:2] != ["config", "layer_idx"]:
+def _derived(cls: type[nn.Module], index: int, old_config: Any, new_config: Any) -> dict[str, dict[str, Any]]:
+    """Path inside a layer -> what its plain state becomes under the new config. Rotary modules are not among it."""
+    _, *parameters = inspect.signature(cls.__init__).parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    if [p.name for p in parameters[:2]] != ["config", "layer_idx"] or set(required) - {"config", "layer_idx"}:
         return {}
     with torch.device("meta"):
-        old, new = (plain_state(cls(config, index)) for config in (old_config, new_config))
-    return {name: value for name, value in new.items() if not same(old.get(name), value)}
+        old, new = (dict(cls(config, index).named_modules()) for config in (old_config, new_config))
+    found = {}
+    for path, module in new.items():
+        if not follows_rotary_contract(module):
+            before = plain_state(old[path])
+            found[path] = {k: v for k, v in plain_state(module).items() if not same(before.get(k), v)}
+    return {path: changes for path, changes in found.items() if changes}
 
 
 def _install_pairing(new: Plan, geometry: RotaryGeometry, pairing: str, layer_types: tuple[str | None, ...]) -> None:
