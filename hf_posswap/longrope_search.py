@@ -242,7 +242,7 @@ def _read_state(path: Path | None, identity: str) -> dict[str, Any] | None:
 def _write_state(path: Path | None, state: dict[str, Any]) -> None:
     if path is None:
         return
-    from .evaluation.files import replacing
+    from .runs import replacing
 
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(state))
