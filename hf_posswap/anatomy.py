@@ -264,10 +264,16 @@ def find_pairing(site: RotarySite, model: PreTrainedModel) -> str | None:
         return "interleaved"
     twin = plain_twin(site)
     arguments = (site.layer_types[0],) if site.layer_types else ()
-    angles = twin(torch.zeros(1, 1, 1), torch.ones(1, 1, dtype=torch.long), *arguments)
+    positions = torch.ones(1, 1, dtype=torch.long)
+    if "mrope_section" in config.rope_parameters:
+        positions = positions.expand(3, -1, -1)  # time, row and column
+    angles = twin(torch.zeros(1, 1, 1), positions, *arguments)
     is_complex = isinstance(angles, Tensor)  # Llama 4, DeepSeek V2
     name, angles = ("apply_rotary_emb", (angles,)) if is_complex else ("apply_rotary_pos_emb", angles[:2])
-    apply = getattr(sys.modules[type(model.base_model).__module__], name, None)
+    modeling = vars(sys.modules[type(model.base_model).__module__])
+    apply = modeling.get(name)
+    if apply is None and "rotate_half" in modeling:  # Qwen2-VL before 5.18 turns by coordinate, each like this
+        apply, angles = (lambda q, *_: (modeling["rotate_half"](q),)), ()
     if apply is None or any(angle.dim() != 3 for angle in angles):
         return None
     probe = torch.zeros(1, 1, 1, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -265,7 +265,8 @@ class _Subject:
         if model.config.is_encoder_decoder:
             self.stack = model.get_encoder()
         else:  # Llama 4's text model names a base that it has only inside of the whole
-            self.stack = model.get_decoder() if model.base_model is model else model.base_model
+            stack = model.get_submodule(anatomy.layers()[0].rpartition(".")[0])
+            self.stack = stack if model.base_model is model else model.base_model
 
     def run(self, **inputs: Any) -> tuple[Tensor, Tensor]:
         seen: list[Tensor] = []

@@ -135,7 +135,7 @@ def _draw_tables(variants: list[Scheme]) -> Any:
         change = scheme.embed(site)
         rows = change.vectors(torch.arange(change.length))
         limit = 2.5 * table.std().item()
-        image = axis.imshow(rows, cmap="gray", aspect="auto", vmin=-limit, vmax=limit, interpolation="nearest")
+        image = axis.imshow(rows.numpy(), cmap="gray", aspect="auto", vmin=-limit, vmax=limit, interpolation="nearest")
         axis.axhline(ROWS - 0.5, color="black", linestyle="--", linewidth=1)
         given = {k: v for k, v in scheme.given().items() if k != "max_positions"}
         axis.set_title(", ".join(f"{k}={v}" for k, v in given.items()) or _default(scheme), fontsize=9)

@@ -261,6 +261,7 @@ def _install_rotary(new: Plan, scheme: Scheme) -> None:
         if layer_type is None:
             parameters = change.rope_parameters
         else:
+            _refuse_forgetful(site, new.text, change.rope_parameters, layer_type, scheme)
             _refuse_unread(site, geometry, change.rope_parameters, layer_type, scheme)
             parameters[layer_type] = change.rope_parameters
     _write_rotary(new, parameters, change)
@@ -317,6 +318,26 @@ def _refuse_unread(
             f"{scheme.name}: {unread}this transformers does not read it where parameters are kept per layer type, as "
             "this model's are; leave it out"
         )
+
+
+def _refuse_forgetful(
+    site: RotarySite, config: Any, parameters: dict[str, Any], layer_type: str, scheme: Scheme
+) -> None:
+    """Raise where transformers fails at the second long input after a longrope of one layer type (5.17 does)."""
+    if parameters["rope_type"] != "longrope":
+        return
+    config = copy.deepcopy(config)
+    config.rope_parameters[layer_type] = dict(parameters)
+    twin = build(type(next(iter(site.modules.values()))), config)
+    beyond = torch.tensor([[parameters["original_max_position_embeddings"]]])
+    try:
+        for _ in range(2):
+            twin(torch.zeros(1, 1, 1), beyond, layer_type)
+    except UnboundLocalError as error:
+        raise PosSwapError(
+            f"{scheme.name}: this transformers fails at the second long input where parameters are kept per layer "
+            "type, as this model's are; upgrade it, or use 'yarn'"
+        ) from error
 
 
 def rotary_edits(new: Plan, site: RotarySite, config: Any) -> None:
@@ -451,6 +472,8 @@ def _silence_rotary(new: Plan, must_be_portable: bool) -> None:
     """No dimension turns. Native where transformers' `proportional` type with share 0 fits; else portable."""
     site = new.anatomy.rotary
     silent = {"rope_type": "proportional", "partial_rotary_factor": 0.0}
+    if has_second_factor(new.anatomy):  # latent attention of transformers before 5.18 reads the factor of any type
+        silent["factor"] = 1.0
     if not must_be_portable and _silent_natively(site, silent):
         new.set_config("rope_parameters", _each(site, lambda p: unscaled(p, site.config)[0] | silent))
         rotary_edits(new, site, new.text)

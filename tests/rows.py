@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 
 from hf_posswap import RecalibrationWarning, patch_model
 
@@ -77,6 +79,7 @@ STEPS = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0)  # factors of 8 pairs of dimens
 LONGROPE = {"factor": 4, "long_factor": STEPS}
 # transformers computes the long frequencies at the first call, checking the config where no graph can be traced
 LAZY = {"compiles": False}
+LONGROPE_PER_TYPE = Version(transformers.__version__) >= Version("5.23")  # 5.17 fails at the second long input
 # short and long factors that differ: the length decides, so neither a cache nor one graph is exact
 SWITCHING = (
     {"factor": 4, "long_factor": STEPS, "short_factor": (1.0,) * 8},
@@ -106,10 +109,10 @@ ROTARY_ROWS = [
 ]
 CATALOGUE_ROWS = [
     Row("longrope", "llama", LONGROPE, **LAZY),
-    Row("longrope", "gemma3", LONGROPE, **LAZY),
+    *[Row("longrope", "gemma3", LONGROPE, **LAZY) for _ in range(LONGROPE_PER_TYPE)],
     Row("longrope", "gpt_neox", {"factor": 4, "long_factor": (1.5, 4.0), "attention_factor": 1.3}, **LAZY),
     Row("longrope", "llama", SWITCHING[0], **SWITCHING[1]),
-    Row("longrope", "olmo3", SWITCHING[0], **SWITCHING[1]),
+    *[Row("longrope", "olmo3", SWITCHING[0], **SWITCHING[1]) for _ in range(LONGROPE_PER_TYPE)],
     Row("longrope", "phi3", SWITCHING[0] | {"long_factor": STEPS[::2] + (4.0,) * 4}, **SWITCHING[1]),
     Row("ntk-by-parts", "llama", {"factor": 4}),
     Row("ntk-by-parts", "gemma3", {"target_length": 96}),
