@@ -272,7 +272,7 @@ def find_pairing(site: RotarySite, model: PreTrainedModel) -> str | None:
     name, angles = ("apply_rotary_emb", (angles,)) if is_complex else ("apply_rotary_pos_emb", angles[:2])
     modeling = vars(sys.modules[type(model.base_model).__module__])
     apply = modeling.get(name)
-    if apply is None and "rotate_half" in modeling:  # Qwen2-VL before 5.18 turns by coordinate, each like this
+    if apply is None and "rotate_half" in modeling:  # Qwen2-VL of 5.17 turns by coordinate, each like this
         apply, angles = (lambda q, *_: (modeling["rotate_half"](q),)), ()
     if apply is None or any(angle.dim() != 3 for angle in angles):
         return None

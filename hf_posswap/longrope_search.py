@@ -173,7 +173,8 @@ def _factors_of(model: nn.Module, name: str, factor: float) -> tuple[float, ...]
 
 def _frequencies(model: nn.Module) -> Tensor:
     site = examine(model).rotary
-    name = f"{scaled_layer_types(site, make_scheme('linear', {'factor': 2}))[0] or ''}_inv_freq".lstrip("_")
+    layer_type = scaled_layer_types(site, make_scheme("linear", {"factor": 2}))[0]
+    name = f"{layer_type}_inv_freq" if layer_type else "inv_freq"
     return next(iter(site.modules.values())).get_buffer(name).double().clone()
 
 

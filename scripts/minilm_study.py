@@ -220,11 +220,13 @@ def table(results: dict[str, dict[str, float]], lengths: list[int]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * len(keys)]
     lines += [f"| {name} | {' | '.join(_figure(found[key]) for key in keys)} |" for name, found in results.items()]
     chance = sum(1 / (i + 1) for i in range(len(NEEDLES))) / len(NEEDLES)
+    count = len(NEEDLES)
+    chance = sum(1 / rank for rank in range(1, count + 1)) / count
     note = (
-        f"\nfound first: of {len(NEEDLES)} texts that differ in one sentence, at three quarters of the text, the "
-        f"right one is nearest to a question about it (chance {1 / len(NEEDLES):.2f}; mean 1 / rank {chance:.2f}). order: 1 - "
-        "cosine after the tokens (those beyond 512) are shuffled: 0 means that their order is lost. windows: the mean "
-        "of the original's embeddings of consecutive 512-token windows.\n"
+        f"\nfound first: of {count} texts that differ in one sentence, at three quarters of the text, the right one is "
+        f"nearest to a question about it (chance {1 / count:.2f}; mean 1 / rank {chance:.2f}). order: 1 - cosine after "
+        "the tokens (those beyond 512) are shuffled: 0 means that their order is lost. windows: the mean of the "
+        "original's embeddings of consecutive 512-token windows.\n"
     )
     return "\n".join(lines) + "\n" + note
 

@@ -43,5 +43,5 @@ class Proportional(ScaledRope):
                 "partial_rotary_factor", f"keeps {pairs:g} of {site.head_dim // 2} pairs of dimensions, not whole ones"
             )
         share = {"rope_type": "proportional", "partial_rotary_factor": float(self.partial_rotary_factor)}
-        # latent attention of transformers before 5.18 reads the factor of any type
+        # in latent attention transformers 5.17 reads the factor of any type
         return share if factor == 1 and not site.second_factor else share | {"factor": factor}
