@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-long quality bench readme wheel clean
+.PHONY: demo test test-long quality bench readme pictures wheel clean
 
 $(VENV)/run: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +32,9 @@ bench: $(VENV)/run  ## speed, as ratios measured side by side
 
 readme: $(VENV)/run  ## write the generated parts of README.md and docs/
 	$(RUN) scripts/readme.py
+
+pictures: $(VENV)/run  ## every scheme draws itself into docs/pictures
+	$(RUN) -m hf_posswap.drawing --output_dir docs/pictures
 
 wheel: $(VENV)/dev
 	$(RUN) -m hatchling build

@@ -263,19 +263,29 @@ def declarations() -> tuple[TableDeclaration, ...]:
 def find_pairing(site: RotarySite, model: PreTrainedModel) -> str | None:
     """`halves` or `interleaved`: which dimension turns with dimension 0, asked of the model's own function.
 
-    None where the modeling file has no `apply_rotary_pos_emb` of the usual form, or it pairs in another way.
+    None where the modeling file has no function of the usual form that turns q and k, or it pairs in another way.
     """
+    config = site.config
+    if getattr(config, "rope_interleave", False):  # DeepSeek V3 and kin have a function for each pairing
+        return "interleaved"
     twin = plain_twin(site)
     arguments = (site.layer_types[0],) if site.layer_types else ()
-    cos, sin = twin(torch.zeros(1, 1, 1), torch.ones(1, 1, dtype=torch.long), *arguments)[:2]
-    apply = getattr(sys.modules[type(model.base_model).__module__], "apply_rotary_pos_emb", None)
-    if apply is None or not isinstance(cos, Tensor) or cos.dim() != 3:
+    positions = torch.ones(1, 1, dtype=torch.long)
+    if "mrope_section" in config.rope_parameters:
+        positions = positions.expand(3, -1, -1)  # time, row and column
+    angles = twin(torch.zeros(1, 1, 1), positions, *arguments)
+    is_complex = isinstance(angles, Tensor)  # Llama 4, DeepSeek V2
+    name, angles = ("apply_rotary_emb", (angles,)) if is_complex else ("apply_rotary_pos_emb", angles[:2])
+    modeling = vars(sys.modules[type(model.base_model).__module__])
+    apply = modeling.get(name)
+    if apply is None and "rotate_half" in modeling:  # Qwen2-VL of 5.17 turns by coordinate, each like this
+        apply, angles = (lambda q, *_: (modeling["rotate_half"](q),)), ()
+    if apply is None or any(angle.dim() != 3 for angle in angles):
         return None
-    config = site.config
     probe = torch.zeros(1, 1, 1, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     probe[..., 0] = 1.0
     try:
-        turned = apply(probe, probe, cos, sin)[0]
+        turned = apply(probe, probe, *angles)[0]
     except (TypeError, RuntimeError):
         return None
     partner = [i for i in turned.flatten().nonzero().flatten().tolist() if i != 0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from .edits import ABSENT
 from .errors import PosSwapError
 from .record import KEY, PORTABLE, Record, config_values, owner_of
 
@@ -41,6 +42,8 @@ def from_pretrained(path: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
         for where, value in config_values(record.original):
             holder, name = owner_of(data, where)
             holder[name] = value
+            if value == ABSENT:
+                del holder[name]
         config = CONFIG_MAPPING[data["model_type"]].from_dict(data)
         config.name_or_path = str(path)
         model = model_class(data).from_pretrained(path, config=config, **kwargs)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from .anatomy import Anatomy, examine, follows_rotary_contract, kind, text_config
 from .edits import same
-from .patching import record_of
-from .planning import build, config_path, plain_state, unscaled
+from .patching import config_before, record_of
+from .planning import build, config_path, has_second_factor, plain_state, unscaled
 from .record import FOREIGN_ROPE_TYPE, NATIVE, PORTABLE, Record
 from .sites import BIAS, EMBED, ROTARY, EmbedGeometry, RotaryGeometry
 
@@ -236,14 +236,16 @@ def _quiet(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     rotary = [m for m in model.modules() if follows_rotary_contract(m)]
-    state = [(m, dict(m._buffers), plain_state(m)) for m in rotary]
+    state = [(m, dict(m._buffers), {n: b.clone() for n, b in m._buffers.items()}, plain_state(m)) for m in rotary]
     try:
         yield
     finally:
         for module in training:
             module.training = True
-        for module, buffers, plain in state:
+        for module, buffers, values, plain in state:
             module._buffers.update(buffers)
+            for name, value in values.items():
+                buffers[name].copy_(value)  # transformers writes longrope's into the buffer itself
             for name, value in plain.items():
                 setattr(module, name, value)
 
@@ -259,8 +261,12 @@ class _Subject:
     def __init__(self, anatomy: Anatomy) -> None:
         self.model, self.table = anatomy.model, anatomy.table
         self.layer = anatomy.layers()[1][0]
-        stack = anatomy.model.get_encoder() if anatomy.model.config.is_encoder_decoder else anatomy.model.base_model
-        self.stack = stack
+        model = anatomy.model
+        if model.config.is_encoder_decoder:
+            self.stack = model.get_encoder()
+        else:  # Llama 4's text model names a base that it has only inside of the whole
+            stack = model.get_submodule(anatomy.layers()[0].rpartition(".")[0])
+            self.stack = stack if model.base_model is model else model.base_model
 
     def run(self, **inputs: Any) -> tuple[Tensor, Tensor]:
         seen: list[Tensor] = []
@@ -427,15 +433,14 @@ def _record_faults(anatomy: Anatomy, record: Record) -> Iterator[str]:
     scheme, site = record.make_scheme(), anatomy.rotary
     if site is None or ROTARY not in scheme.sites:
         return
-    before = _original(anatomy, record, "rope_parameters")
-    length = _original(anatomy, record, "max_position_embeddings")
+    before = config_before(anatomy.model, record).get_text_config()
     for layer_type in getattr(scheme, "layer_types", None) or (("full_attention",) if site.layer_types else (None,)):
         buffer = next(iter(site.modules.values())).get_buffer(f"{layer_type}_inv_freq" if layer_type else "inv_freq")
-        parameters = before[layer_type] if layer_type else before
-        config = type(site.config).from_dict(site.config.to_dict() | {"max_position_embeddings": length})
-        base, trained = unscaled(parameters, config)
+        base, trained = unscaled(site.parameters(before, layer_type), before)
         head_dim = getattr(site.config, "head_dim", None) or site.config.hidden_size // site.config.num_attention_heads
-        change = scheme.rotary(RotaryGeometry(base, trained, head_dim, 2 * buffer.shape[-1], None))
+        change = scheme.rotary(
+            RotaryGeometry(base, trained, head_dim, 2 * buffer.shape[-1], None, has_second_factor(anatomy))
+        )
         for what, says, has in (
             ("rope_parameters", change.rope_parameters, site.parameters(site.config, layer_type)),
             ("max_position_embeddings", change.config_length, site.config.max_position_embeddings),
@@ -453,7 +458,7 @@ def _table_faults(anatomy: Anatomy, record: Record | None) -> Iterator[str]:
     if record is None:
         return
     scheme = record.make_scheme()
-    if EMBED in scheme.sites and not scheme.trainable:
+    if EMBED in scheme.sites and scheme.recomputable:
         rows = table.rows[table.reserved :]
         rms = record.measured.get("rms", 1.0)
         geometry = EmbedGeometry(rows.shape[-1], len(rows), rows, lambda: rms, table.grid, table.patch)

@@ -33,12 +33,18 @@ class Replace:
                 return store[self.name]
         return ABSENT
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether both sides are equal."""
+        return same(self.current, self.value)
+
     def swap(self) -> None:
         outgoing, incoming = self.current, self.value
         if isinstance(outgoing, Tensor) and isinstance(incoming, Tensor):
             incoming = _follow(incoming, outgoing)
         if isinstance(incoming, str) and incoming == ABSENT:
-            delattr(self.owner, self.name)
+            if not (isinstance(outgoing, str) and outgoing == ABSENT):
+                delattr(self.owner, self.name)
         else:
             setattr(self.owner, self.name, incoming)
         self.value = outgoing

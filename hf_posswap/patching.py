@@ -163,13 +163,18 @@ def _replaced_sites(anatomy: Anatomy, record: Record) -> frozenset[str]:
     return record.make_scheme().sites & anatomy.sites or anatomy.sites
 
 
+def config_before(model: nn.Module, record: Record) -> Any:
+    """The model's config as it was before the recorded swap: a copy."""
+    before = copy.deepcopy(model.config)
+    for path, value in config_values(record.original):
+        Replace(*owner_of(before, path), copy.deepcopy(value)).swap()
+    return before
+
+
 def _way_back(anatomy: Anatomy, record: Record) -> list[Replace]:
     """Edits, already made, whose other side is the rotary site as the record's original config builds it."""
     back = Plan(anatomy, record.make_scheme(), anatomy.model.config)
-    before = copy.deepcopy(anatomy.model.config)
-    for path, value in config_values(record.original):
-        setattr(*owner_of(before, path), copy.deepcopy(value))
-    rotary_edits(back, anatomy.rotary, before.get_text_config())
+    rotary_edits(back, anatomy.rotary, config_before(anatomy.model, record).get_text_config())
     for edit in back.edits:
         if edit.name == "_apply":  # belongs to the patched side: make it now, undo it later
             edit.swap()

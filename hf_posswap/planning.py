@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from . import parts
 from .anatomy import Anatomy, RotarySite, TableSite, examine, find_pairing, follows_rotary_contract, kind
-from .edits import Hook, Replace, same
+from .edits import ABSENT, Hook, Replace, same
 from .errors import PosSwapError
 from .positions import root_mean_square
 from .record import FOREIGN_ROPE_TYPE, KEY, NATIVE, PORTABLE, Record, config_values, owner_of
@@ -57,7 +58,7 @@ class Plan:
     def set_config(self, key: str, value: Any) -> None:
         """Write a key of the new text config, and remember what was there."""
         prefix = config_path(self.config, self.text)
-        old = getattr(self.anatomy.config, key)
+        old = getattr(self.anatomy.config, key, ABSENT)
         if old != value:
             self.original[f"{prefix}{key}"] = copy.deepcopy(old)
             setattr(self.text, key, value)
@@ -82,7 +83,7 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"{kind(self.anatomy.model)} -> {self.scheme} ({self.storage}, {len(self.edits)} edits)"]
         lines += [f"  config.{path}: {old!r} -> {self._new(path)!r}" for path, old in config_values(self.original)]
-        lines += [f"  {edit}" for edit in self.edits]
+        lines += [f"  {edit}" for edit in self.edits if not (isinstance(edit, Replace) and edit.is_idle)]
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
     def _new(self, path: str) -> Any:
@@ -112,6 +113,7 @@ def plan(
         _plan_sites(new, scheme)
     if not new.effective:
         raise PosSwapError(f"{scheme} would change nothing on this {kind(model)}")
+    _refuse_invalid(new)
     continues = scheme.keeps_function and scheme.sites & anatomy.sites and "pairing" not in new.original
     new.recalibrate = not continues
     if new.recalibrate:
@@ -147,6 +149,19 @@ def _plan_sites(new: Plan, scheme: Scheme) -> None:
         _install_addition(new, scheme)
 
 
+def _refuse_invalid(new: Plan) -> None:
+    """Raise where transformers' own check of a config, made at every save, does not let the new one pass."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        getattr(new.text, "validate", bool)()  # configs of remote code may have none
+    except StrictDataclassError as error:
+        reason = str(error.__cause__ or error).strip()
+        raise PosSwapError(
+            f"{new.scheme}: the config of a {kind(new.anatomy.model)} cannot hold it ({reason}): it could not be saved"
+        ) from error
+
+
 def config_path(config: Any, inner: Any) -> str:
     """`` or `text_config.`: where a text stack's config lies in the model's."""
     if inner is config:
@@ -166,8 +181,9 @@ def config_path(config: Any, inner: Any) -> str:
 def unscaled(parameters: dict[str, Any], config: Any) -> tuple[dict[str, Any], int]:
     """(rope_parameters without scaling, trained length in tokens) of a possibly scaled model."""
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-    if rope_type in UNSCALED_TYPES and parameters.get("factor", 1) == 1:
-        return dict(parameters) | {"rope_type": rope_type}, config.max_position_embeddings
+    if rope_type in UNSCALED_TYPES:
+        kept = {k: v for k, v in parameters.items() if k != "factor"}
+        return kept | {"rope_type": rope_type}, config.max_position_embeddings
     if rope_type not in SCALED_TYPES:
         raise PosSwapError(f"rope_type={rope_type!r} of this model has no known un-scaled original")
     length = config.max_position_embeddings
@@ -207,8 +223,33 @@ def rotary_geometry(anatomy: Anatomy, layer_type: str | None, pairing: bool = Fa
     config = site.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return RotaryGeometry(
-        parameters, length, head_dim, rotary_dim, find_pairing(site, anatomy.model) if pairing else None
+        parameters,
+        length,
+        head_dim,
+        rotary_dim,
+        find_pairing(site, anatomy.model) if pairing else None,
+        has_second_factor(anatomy),
     )
+
+
+def has_second_factor(anatomy: Anatomy) -> bool:
+    """Whether attention multiplies its softmax by a factor of YaRN that it derives itself: it is built and asked."""
+    site, model = anatomy.rotary, anatomy.model
+    if site.layer_types:
+        return False
+    plain, scaled = copy.deepcopy(site.config), copy.deepcopy(site.config)
+    plain.rope_parameters = unscaled(site.config.rope_parameters, site.config)[0]
+    scaled.rope_parameters = plain.rope_parameters | {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": site.config.max_position_embeddings,
+    }
+    attention = next((m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int)), None)
+    if attention is None:
+        return False
+    derived = _derived(type(attention), attention.layer_idx, plain, scaled)
+    return any("scaling" in changes for changes in derived.values())
 
 
 def _install_rotary(new: Plan, scheme: Scheme) -> None:
@@ -226,6 +267,8 @@ def _install_rotary(new: Plan, scheme: Scheme) -> None:
         if layer_type is None:
             parameters = change.rope_parameters
         else:
+            _refuse_forgetful(site, new.text, change.rope_parameters, layer_type, scheme)
+            _refuse_unread(site, geometry, change.rope_parameters, layer_type, scheme)
             parameters[layer_type] = change.rope_parameters
     _write_rotary(new, parameters, change)
     rotary_edits(new, site, new.text)
@@ -258,10 +301,8 @@ def _write_rotary(new: Plan, parameters: dict[str, Any], change: RotaryChange) -
     new.set_config("max_position_embeddings", change.config_length)
     # Phi-3 and others keep the trained length beside the parameters, and it wins over the one inside
     inside = change.rope_parameters.get("original_max_position_embeddings")
-    if inside is not None and getattr(new.text, "original_max_position_embeddings", None) not in (
-        None,
-        inside,
-    ):
+    beside = getattr(new.text, "original_max_position_embeddings", None)
+    if change.config_original is not None or (inside is not None and beside is not None):
         new.set_config("original_max_position_embeddings", inside)
 
 
@@ -272,6 +313,57 @@ def _validate(new: Plan) -> None:
     except Exception as error:
         reason = str(error).strip().splitlines()[-1].strip()
         raise PosSwapError(f"{new.scheme} is not a rope type of {kind(new.anatomy.model)}: {reason}") from error
+
+
+def _refuse_unread(
+    site: RotarySite, geometry: RotaryGeometry, parameters: dict[str, Any], layer_type: str, scheme: Scheme
+) -> None:
+    """Raise where transformers computes other frequencies from parameters of a layer type than from the same alone.
+
+    So it does with `truncate`, which it looks for outside of the layer type (up to 5.23 at least).
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    compute = ROPE_INIT_FUNCTIONS.get(parameters["rope_type"])
+    if compute is None:
+        return
+    nested = copy.deepcopy(site.config)
+    nested.rope_parameters[layer_type] = dict(parameters)
+    alone = SimpleNamespace(
+        rope_parameters=parameters,
+        head_dim=geometry.head_dim,
+        hidden_size=geometry.head_dim,
+        num_attention_heads=1,
+        max_position_embeddings=nested.max_position_embeddings,
+        standardize_rope_params=lambda: None,
+    )
+    (expected, scale), (read, read_scale) = compute(alone, "cpu"), compute(nested, "cpu", layer_type=layer_type)
+    if expected.shape == read.shape and not (same(expected, read) and scale == read_scale):
+        unread = "truncate=False: " if parameters.get("truncate") is False else ""
+        raise PosSwapError(
+            f"{scheme.name}: {unread}this transformers does not read it where parameters are kept per layer type, as "
+            "this model's are; leave it out"
+        )
+
+
+def _refuse_forgetful(
+    site: RotarySite, config: Any, parameters: dict[str, Any], layer_type: str, scheme: Scheme
+) -> None:
+    """Raise where transformers fails at the second long input after a longrope of one layer type (5.17 does)."""
+    if parameters["rope_type"] != "longrope":
+        return
+    config = copy.deepcopy(config)
+    config.rope_parameters[layer_type] = dict(parameters)
+    twin = build(type(next(iter(site.modules.values()))), config)
+    beyond = torch.tensor([[parameters["original_max_position_embeddings"]]])
+    try:
+        for _ in range(2):
+            twin(torch.zeros(1, 1, 1), beyond, layer_type)
+    except UnboundLocalError as error:
+        raise PosSwapError(
+            f"{scheme.name}: this transformers fails at the second long input where parameters are kept per layer "
+            "type, as this model's are; upgrade it, or use 'yarn'"
+        ) from error
 
 
 def rotary_edits(new: Plan, site: RotarySite, config: Any) -> None:
@@ -287,10 +379,13 @@ def rotary_edits(new: Plan, site: RotarySite, config: Any) -> None:
                 )
             new.effective |= not same(live.float(), fresh)
         new.effective |= not _same_rotation(site, type(module), config)
+        # also what is equal now: a long input changes it (dynamic, longrope), and an undo must find its old side
         for name, value in twin._buffers.items():
-            new.replace(module, name, value.to(module.get_buffer(name).device), path)
+            new.edits.append(Replace(module, name, value.to(module.get_buffer(name).device), path))
         for name, value in plain_state(twin).items():
-            new.replace(module, name, value, path)
+            new.edits.append(Replace(module, name, value, path))
+        for name in site.buffers():  # what transformers keeps of a longrope once a long input has come
+            new.edits.append(Replace(module, name.replace("inv_freq", "long_inv_freq"), ABSENT, path))
         new.replace(module, "_apply", partial(parts.move_without_cast, module), path)
     _derived_edits(new, site.config, config)
 
@@ -322,6 +417,8 @@ def _same_rotation(site: RotarySite, cls: type[nn.Module], config: Any) -> bool:
     old, new = build(cls, site.config), build(cls, config)
     far = 4 * max(site.config.max_position_embeddings, 2)
     positions = torch.tensor([[0, 1, far]])
+    if "mrope_section" in site.config.rope_parameters:
+        positions = positions.expand(3, -1, -1)  # time, row and column of a patch; of text, three times the same
     for layer_type in site.layer_types or (None,):
         arguments = (torch.zeros(1, 1, 1), positions, *(() if layer_type is None else (layer_type,)))
         try:
@@ -420,6 +517,8 @@ def _silence_rotary(new: Plan, must_be_portable: bool) -> None:
     """No dimension turns. Native where transformers' `proportional` type with share 0 fits; else portable."""
     site = new.anatomy.rotary
     silent = {"rope_type": "proportional", "partial_rotary_factor": 0.0}
+    if has_second_factor(new.anatomy):  # transformers 5.17 reads the factor of any type there
+        silent["factor"] = 1.0
     if not must_be_portable and _silent_natively(site, silent):
         new.set_config("rope_parameters", _each(site, lambda p: unscaled(p, site.config)[0] | silent))
         rotary_edits(new, site, new.text)

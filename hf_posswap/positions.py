@@ -25,6 +25,28 @@ def sinusoid(positions: Tensor, *, dim: int, layout: str, scale: float = 1.0, ba
     return (vectors * scale).float()
 
 
+# Of fit_sinusoid, per row. Measured on MiniLM's table: a tenth of it follows the rows 2 % closer, and misses rows
+# held out at the end by 11 % more; a hundredth, by 80 % more.
+RIDGE = 0.1
+
+
+def fit_sinusoid(table: Tensor, layout: str) -> Tensor:
+    """The linear map (E, E) of the sinusoid that best reproduces a table (P, E): min |S M - table|^2 + P RIDGE |M|^2.
+
+    Without the ridge, waves that are longer than the table cancel on it and explode behind it.
+    """
+    exact = torch.float32 if table.device.type == "mps" else torch.float64
+    rows, dim = table.shape
+    waves = sinusoid(torch.arange(rows, device=table.device), dim=dim, layout=layout).to(exact)
+    normal = waves.T @ waves + rows * RIDGE * torch.eye(dim, dtype=exact, device=table.device)
+    return torch.linalg.solve(normal, waves.T @ table.to(exact)).float()
+
+
+def mapped_sinusoid(positions: Tensor, *, matrix: Tensor, layout: str) -> Tensor:
+    """The sinusoid of positions (...), every vector multiplied by a matrix (E, E): (..., E)."""
+    return sinusoid(positions, dim=len(matrix), layout=layout) @ matrix.to(positions.device)
+
+
 def root_mean_square(vectors: Tensor) -> float:
     """Root of the mean of the squares of all entries."""
     return vectors.double().square().mean().sqrt().item()
@@ -53,6 +75,22 @@ def hierarchical(table: Tensor, length: int, alpha: float = 0.4) -> Tensor:
     extended = alpha * basis[index // rows] + (1 - alpha) * basis[index % rows]
     kept = min(rows, length)
     return torch.cat([table[:kept], extended[kept:]])  # the identity above holds to rounding; keep it to the bit
+
+
+def random(table: Tensor, length: int, seed: int = 0) -> Tensor:
+    """(P, E) -> (length, E): the table, then rows drawn from a normal with the mean and deviation of its columns."""
+    rows, dim = table.shape
+    kept = min(rows, length)
+    drawn = torch.randn(length - kept, dim, generator=torch.Generator().manual_seed(seed)).to(table)
+    return torch.cat([table[:kept], table.mean(0) + table.std(0, correction=0) * drawn])
+
+
+def fit(table: Tensor, length: int) -> Tensor:
+    """(P, E) -> (length, E): the table, then what the sinusoid fitted to it says of the positions behind it."""
+    kept = min(len(table), length)
+    behind = torch.arange(kept, length, device=table.device)
+    matrix = fit_sinusoid(table, "interleaved")
+    return torch.cat([table[:kept], mapped_sinusoid(behind, matrix=matrix, layout="interleaved").to(table)])
 
 
 def resize_grid(table: Tensor, grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:

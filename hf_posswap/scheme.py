@@ -36,6 +36,11 @@ class Scheme:
     def embed(self, site: EmbedGeometry) -> EmbedChange:
         raise NotImplementedError(f"{self.name} puts nothing at the embed site")
 
+    @property
+    def recomputable(self) -> bool:
+        """Whether what it puts into a model's own table follows from its parameters, without the old table."""
+        return not self.trainable
+
     def given(self) -> dict[str, Any]:
         """The parameters that differ from their defaults, ready for JSON."""
         defaults = {f.name: f.default for f in fields(self)}

@@ -30,7 +30,8 @@ class RotaryGeometry:
 
     `rope_parameters` are transformers' own, with any context scaling removed; `length` is the trained length in
     tokens; `rotary_dim` is R and `head_dim` D; `pairing` says which two dimensions share an angle: `halves`
-    (i, i + R/2) or `interleaved` (2i, 2i + 1).
+    (i, i + R/2) or `interleaved` (2i, 2i + 1). `second_factor`: the attention derives a factor of its own, on the
+    whole softmax, from the parameters (multi-head latent attention, where cos and sin reach part of a head only).
     """
 
     rope_parameters: dict[str, Any]
@@ -38,6 +39,7 @@ class RotaryGeometry:
     head_dim: int
     rotary_dim: int
     pairing: str | None
+    second_factor: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class RotaryChange:
     """What a scheme puts at a rotary site.
 
     `rope_parameters` go to the config as they are; `config_length` is the `max_position_embeddings` written
-    beside them; `length` is the longest sequence, in tokens, that the result is meant for (the two differ where
+    beside them, and `config_original` the `original_max_position_embeddings`, where readers look for it there too;
+    `length` is the longest sequence, in tokens, that the result is meant for (the two differ where
     transformers keeps the trained length in the config: linear, dynamic).
     """
 
@@ -53,6 +56,7 @@ class RotaryChange:
     config_length: int
     length: int
     pairing: str | None = None
+    config_original: int | None = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import re
 import sys
 import tempfile
 import warnings
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_posswap.arguments import parse, run
@@ -38,7 +38,9 @@ TRIED = {
     "ntk": {"factor": 4},
     "dynamic": {"factor": 4},
     "yarn": {"factor": 4},
+    "ntk-by-parts": {"factor": 4},
     "llama3": {"factor": 4},
+    "proportional": {"partial_rotary_factor": 0.5},
     "sinusoidal": {},
     "learned": {"factor": 4},
 }
@@ -101,13 +103,9 @@ def run_use() -> str:
 
 def schemes() -> str:
     """A row per scheme."""
-    from hf_posswap.scheme import registry
+    from hf_posswap.catalogue import scheme_table
 
-    lines = ["| scheme | sites | parameters | source |", "|---|---|---|---|"]
-    for name, cls in registry().items():
-        parameters = ", ".join(f"`{f.name}`" for f in fields(cls)) or "-"
-        lines.append(f"| `{name}` | {', '.join(sorted(cls.sites)) or 'none'} | {parameters} | [paper]({cls.paper}) |")
-    return "\n".join(lines)
+    return scheme_table()
 
 
 def families() -> str:

@@ -20,6 +20,23 @@ SIZES = {
     "eos_token_id": 2,
 }
 ROTARY = SIZES | {"num_key_value_heads": 2}
+BY_TYPE = {"layer_types": ["sliding_attention", "full_attention"]}
+LATENT = ROTARY | {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "num_key_value_heads": HEADS,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
 ENCODER = SIZES | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -28,7 +45,8 @@ class Family:
     """A model class, its config, and what the laws need to know of it.
 
     causal: tokens see only what precedes them. positions: the forward takes position_ids. first: the position id
-    of a first token. packs: position_ids that start again separate documents. renames: the layer count's key.
+    of a first token. packs: position_ids that start again separate documents. layers_key: the layer count's key.
+    beside: settings of a config that nests the text stack's as `text_config`.
     """
 
     model: str
@@ -40,12 +58,15 @@ class Family:
     packs: bool = False
     layers_key: str = "num_hidden_layers"
     vision: bool = False
+    beside: dict | None = None
 
     def build(self, layers: int = 2, seed: int = 0, **overrides: object) -> transformers.PreTrainedModel:
         torch.manual_seed(seed)
         settings = self.settings | {self.layers_key: layers} | overrides
         if "layer_types" in settings:
             settings["layer_types"] = settings["layer_types"][:layers]
+        if self.beside is not None:
+            settings = {"text_config": settings} | self.beside
         config = getattr(transformers, self.config)(**settings)
         model = getattr(transformers, self.model)(config).eval()
         for (
@@ -60,6 +81,11 @@ def _roberta(model: str, config: str) -> Family:
     return Family(model, config, ENCODER | {"max_position_embeddings": LENGTH + PAD + 1}, False, first=PAD + 1)
 
 
+def _scaled(scaling: dict, length: int) -> Family:
+    settings = {"rope_parameters": {"rope_theta": 1e4} | scaling, "max_position_embeddings": length}
+    return Family("LlamaForCausalLM", "LlamaConfig", ROTARY | settings, True, packs=True)
+
+
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", "LlamaConfig", ROTARY, True, packs=True),
     "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", ROTARY | {"head_dim": 32}, True, packs=True),
@@ -69,6 +95,76 @@ FAMILIES: dict[str, Family] = {
         "Gemma3ForCausalLM",
         "Gemma3TextConfig",
         ROTARY | {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+        True,
+        packs=True,
+    ),
+    "olmo3": Family("Olmo3ForCausalLM", "Olmo3Config", ROTARY | {"sliding_window": 8} | BY_TYPE, True, packs=True),
+    "modernbert": Family(
+        "ModernBertForMaskedLM",
+        "ModernBertConfig",
+        SIZES | {"local_attention": 16, "cls_token_id": 2, "sep_token_id": 2} | BY_TYPE,
+        False,
+    ),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", "DeepseekV2Config", LATENT, True),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", "DeepseekV3Config", LATENT, True),
+    "llama4": Family(
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        ROTARY
+        | {"head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 2, "num_experts_per_tok": 1}
+        | {"no_rope_layers": [1, 1], "layer_types": ["full_attention", "full_attention"]},
+        True,
+    ),
+    "qwen2_vl": Family(
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2VLConfig",
+        ROTARY
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+        | {"dtype": "float32"},  # of the nested configs too: a save without it differs from the next
+        True,
+        beside={
+            "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": WIDTH, "num_heads": 2, "patch_size": 4}
+            | {"dtype": "float32"},
+            "image_token_id": 60,
+            "video_token_id": 61,
+            "vision_start_token_id": 62,
+            "vision_end_token_id": 63,
+        },
+    ),
+    # models that carry a context scaling from their makers; each was trained at LENGTH
+    "llama_linear": _scaled({"rope_type": "linear", "factor": 4.0}, LENGTH),
+    "llama_dynamic": _scaled({"rope_type": "dynamic", "factor": 4.0}, LENGTH),
+    "llama31": _scaled(
+        {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        | {"original_max_position_embeddings": LENGTH},
+        4 * LENGTH,
+    ),
+    "llama_yarn": _scaled({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": LENGTH}, 4 * LENGTH),
+    "deepseek_v3_yarn": Family(
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        LATENT
+        | {
+            "max_position_embeddings": 4 * LENGTH,
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0}
+            | {"mscale_all_dim": 1.0, "original_max_position_embeddings": LENGTH},
+        },
+        True,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        "Phi3Config",
+        ROTARY
+        | {
+            "max_position_embeddings": 4 * LENGTH,
+            "original_max_position_embeddings": LENGTH,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 8,
+                "long_factor": [1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0],
+            },
+        },
         True,
         packs=True,
     ),

@@ -71,6 +71,24 @@ def yarn(
     return np.array(kept), 0.1 * math.log(factor) + 1 if attention_factor is None else attention_factor
 
 
+def ntk_by_parts(dim: int, theta: float, *, factor: float, length: int, **options) -> tuple[np.ndarray, float]:
+    """YaRN definition 1: definition 2 without its temperature."""
+    return yarn(dim, theta, factor=factor, length=length, **options)[0], 1.0
+
+
+def longrope(dim: int, theta: float, *, factor: float, length: int, factors, **_) -> tuple[np.ndarray, float]:
+    """LongRoPE eq. 2, by periods: the period of dimension i, 2 pi / theta_i tokens, becomes lambda_i as long; the
+    multiplier of cos and sin is its appendix's sqrt(1 + ln s / ln L), here with logarithms of base 2."""
+    periods = [2 * math.pi / f * stretch for f, stretch in zip(rope(dim, theta)[0], factors, strict=True)]
+    return np.array([2 * math.pi / p for p in periods]), (1 + math.log2(factor) / math.log2(length)) ** 0.5
+
+
+def proportional(dim: int, theta: float, *, factor: float, share: float, **_) -> tuple[np.ndarray, float]:
+    """p-RoPE: the fastest share p of the pairs turn, the others stand still."""
+    frequencies, kept = rope(dim, theta)[0], share * dim / 2
+    return np.where(np.arange(dim // 2) < kept, frequencies, 0.0) / factor, 1.0
+
+
 def llama3(
     dim: int, theta: float, *, factor: float, length: int, low_freq_factor=1.0, high_freq_factor=4.0, **_
 ) -> tuple[np.ndarray, float]:
@@ -125,6 +143,19 @@ def sinusoid(positions: int, dim: int, layout: str, scale: float) -> np.ndarray:
             where = (2 * i, 2 * i + 1) if layout == "interleaved" else (i, dim // 2 + i)
             table[position, where[0]], table[position, where[1]] = scale * math.sin(angle), scale * math.cos(angle)
     return table
+
+
+def fitted_sinusoid(table: np.ndarray, length: int, layout: str, ridge: float = 0.1) -> np.ndarray:
+    """The ridge regression of a table on the sinusoid of its positions, by singular values: each direction of the
+    regressors counts for s^2 / (s^2 + P ridge) of its least-squares share."""
+    rows, dim = table.shape
+    u, s, v = np.linalg.svd(sinusoid(rows, dim, layout, 1.0), full_matrices=False)
+    matrix = v.T @ np.diag(s / (s**2 + rows * ridge)) @ u.T @ table
+    return sinusoid(length, dim, layout, 1.0) @ matrix
+
+
+def fit(table: np.ndarray, length: int) -> np.ndarray:
+    return np.concatenate([table, fitted_sinusoid(table, length, "interleaved")[len(table) :]])[:length]
 
 
 def interpolate(table: np.ndarray, length: int) -> np.ndarray:

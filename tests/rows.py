@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 
 from hf_posswap import RecalibrationWarning, patch_model
 
@@ -18,7 +20,8 @@ class Row:
     """One pair that must work.
 
     native: stock transformers reloads it. undoable: an undo survives a reload. length: tokens at which the effect
-    is looked for. exact_cache: decode equals a full forward. static: compiles to one graph. recalibrate: warns.
+    is looked for. exact_cache: decode equals a full forward. static: no frequency depends on the length. compiles:
+    to one graph, where it is static. recalibrate: warns.
     """
 
     scheme: str
@@ -29,6 +32,7 @@ class Row:
     length: int = 24
     exact_cache: bool = True
     static: bool = True
+    compiles: bool = True
     recalibrate: bool = False
 
     @property
@@ -71,6 +75,16 @@ SCALED = [
     ("llama3", {"factor": 4}, {}),
     ("dynamic", {"factor": 4}, {"exact_cache": False, "static": False, "length": LENGTH + 16}),
 ]
+STEPS = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0)  # factors of 8 pairs of dimensions
+LONGROPE = {"factor": 4, "long_factor": STEPS}
+# transformers computes the long frequencies at the first call, checking the config where no graph can be traced
+LAZY = {"compiles": False}
+LONGROPE_PER_TYPE = Version(transformers.__version__) >= Version("5.23")  # 5.17 fails at the second long input
+# short and long factors that differ: the length decides, so neither a cache nor one graph is exact
+SWITCHING = (
+    {"factor": 4, "long_factor": STEPS, "short_factor": (1.0,) * 8},
+    {"exact_cache": False, "static": False, "length": LENGTH + 16},
+)
 ROTARY_ROWS = [
     *[Row(name, "llama", params, **flags) for name, params, flags in SCALED],
     *[Row(name, "gpt_neox", params, **flags) for name, params, flags in SCALED],
@@ -93,17 +107,50 @@ ROTARY_ROWS = [
     Row("rope", "cohere", {"pairing": "halves"}, recalibrate=True),
     Row("rope", "gemma3", {"pairing": "interleaved"}, recalibrate=True),
 ]
+CATALOGUE_ROWS = [
+    Row("longrope", "llama", LONGROPE, **LAZY),
+    *[Row("longrope", "gemma3", LONGROPE, **LAZY) for _ in range(LONGROPE_PER_TYPE)],
+    Row("longrope", "gpt_neox", {"factor": 4, "long_factor": (1.5, 4.0), "attention_factor": 1.3}, **LAZY),
+    Row("longrope", "llama", SWITCHING[0], **SWITCHING[1]),
+    *[Row("longrope", "olmo3", SWITCHING[0], **SWITCHING[1]) for _ in range(LONGROPE_PER_TYPE)],
+    Row("longrope", "phi3", SWITCHING[0] | {"long_factor": STEPS[::2] + (4.0,) * 4}, **SWITCHING[1]),
+    Row("ntk-by-parts", "llama", {"factor": 4}),
+    Row("ntk-by-parts", "gemma3", {"target_length": 96}),
+    Row("ntk-by-parts", "deepseek_v2", {"factor": 4}),
+    Row("proportional", "llama", {"partial_rotary_factor": 0.5, "factor": 4}, recalibrate=True),
+    Row("proportional", "qwen3", {"partial_rotary_factor": 0.25}, recalibrate=True),
+    Row("proportional", "gemma3", {"partial_rotary_factor": 0.5, "rope_theta": 1e3}, recalibrate=True),
+    Row("dynamic", "llama", {"factor": 4, "freeze_at": 100}),
+    Row("dynamic", "olmo3", {"factor": 2, "freeze_at": 64}),
+    *[
+        Row(name, family, params, **flags)
+        for family in ("deepseek_v2", "deepseek_v3", "llama4", "qwen2_vl", "olmo3", "modernbert")
+        for name, params, flags in SCALED
+        if name in ("yarn", "dynamic", "ntk") and (name == "yarn" or family in ("deepseek_v2", "qwen2_vl", "olmo3"))
+    ],
+    Row("yarn", "deepseek_v3", {"factor": 8, "mscale": 0.7, "mscale_all_dim": 1.0}),
+    Row("linear", "deepseek_v3", {"factor": 4}),
+    Row("rope", "llama4", {"pairing": "halves"}, recalibrate=True),
+    Row("rope", "qwen2_vl", {"rope_theta": 5e5, "pairing": "interleaved"}, recalibrate=True),
+    # the factor is on top of the un-scaled original, never on what the model's makers scaled
+    Row("yarn", "llama31", {"factor": 8}),
+    Row("linear", "llama_yarn", {"factor": 2}),
+    Row("llama3", "llama_linear", {"factor": 4}),
+    Row("yarn", "llama_dynamic", {"factor": 4}),
+    Row("ntk", "phi3", {"factor": 4}),
+    Row("rope", "phi3", {"rope_theta": 1e4}),
+    Row("yarn", "deepseek_v3_yarn", {"factor": 8}),
+    Row("rope", "deepseek_v3_yarn", {"rope_theta": 1e5}),
+]
+ROTARY_ROWS += CATALOGUE_ROWS
+TABLES = ("bert", "electra", "distilbert", "roberta", "xlm_roberta", "camembert", "mpnet", "gpt2", "opt")
 SILENT_ROWS = [
     Row("nope", "llama", recalibrate=True),
     Row("nope", "qwen3", recalibrate=True),
     Row("nope", "cohere", recalibrate=True),
     Row("nope", "gemma3", recalibrate=True),
     Row("nope", "gpt_neox", native=False, recalibrate=True),
-    *[
-        Row("nope", family, undoable=False, recalibrate=True)
-        for family, anatomy in FAMILIES.items()
-        if family not in ("llama", "qwen3", "cohere", "gemma3", "gpt_neox")
-    ],
+    *[Row("nope", family, undoable=False, recalibrate=True) for family in (*TABLES, "vit")],
 ]
 ADDED_ROWS = [
     Row("sinusoidal", family, {"layout": layout}, native=False, recalibrate=True)
@@ -116,7 +163,7 @@ ADDED_ROWS = [
 ]
 TABLE_ROWS = [
     row
-    for family in ("bert", "electra", "distilbert", "roberta", "xlm_roberta", "camembert", "mpnet", "gpt2", "opt")
+    for family in TABLES
     for row in (
         Row("sinusoidal", family, {"max_positions": 80}, undoable=False, recalibrate=True, length=72),
         Row("learned", family, {"max_positions": 80, "init": "interpolate"}, undoable=False, length=72),
@@ -124,9 +171,19 @@ TABLE_ROWS = [
         Row("learned", family, {"target_length": 80, "init": "hierarchical"}, undoable=False, length=72),
     )
 ]
+RESIZED = {"undoable": False, "length": 72}
 MORE_TABLE_ROWS = [
     Row("sinusoidal", "bert", {"layout": "halves", "scale": "none"}, undoable=False, recalibrate=True),
     Row("sinusoidal", "roberta", {"layout": "halves"}, undoable=False, recalibrate=True),
+    *[
+        row
+        for family in ("bert", "roberta", "gpt2", "opt")
+        for row in (
+            Row("sinusoidal", family, {"max_positions": 80, "init": "fit"}, recalibrate=True, **RESIZED),
+            Row("learned", family, {"max_positions": 80, "init": "fit"}, **RESIZED),
+            Row("learned", family, {"max_positions": 80, "init": "random", "seed": 3}, **RESIZED),
+        )
+    ],
     Row("learned", "vit", {"image_size": 48}, undoable=False),
     Row("learned", "vit", {"image_size": (48, 64), "init": "tile"}, undoable=False),
 ]

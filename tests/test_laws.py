@@ -184,8 +184,11 @@ def test_undo_is_exact(row: Row):
         else {"input_ids": tokens(2, 20)}
     )
     before, keys, config = logits(model, **inputs), list(model.state_dict()), model.config.to_dict()
-    modules, buffers = [name for name, _ in model.named_modules()], dict(model.named_buffers())
-    unpatch_model(row.patch(model))
+    modules = [name for name, _ in model.named_modules()]
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    row.patch(model)
+    logits(model, **row.inputs())  # dynamic and longrope keep state between calls
+    unpatch_model(model)
     assert torch.equal(logits(model, **inputs), before)
     assert list(model.state_dict()) == keys
     assert model.config.to_dict() == config
@@ -200,6 +203,8 @@ def test_twice_is_once_and_another_replaces_it(row: Row):
     model = row.source()
     other = "nope" if row.scheme != "nope" else ("sinusoidal" if not row.anatomy.vision else "learned")
     params = {"image_size": 64} if other == "learned" else {}
+    if row.family == "phi3":  # its config holds no silence
+        other, params = "rope", {"rope_theta": 3e4}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RecalibrationWarning)
         patch_model(model, other, **params)
@@ -236,7 +241,7 @@ def test_other_models_never_notice(row: Row):
 @pytest.mark.parametrize("cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.bfloat16().float()])
 def test_frequencies_stay_float32(row: Row, cast):
     model = row.patched()
-    before = {name: buffer.clone() for name, buffer in model.named_buffers() if "inv_freq" in name}
+    before = {n: b.clone() for n, b in model.named_buffers() if "inv_freq" in n and "visual" not in n}
     cast(model)
     for name, value in before.items():
         buffer = model.get_buffer(name)
@@ -269,7 +274,7 @@ def test_copies_are_patched_and_apart(row: Row, copier):
 # --- 14 compile
 
 
-@first_of_each_scheme([row for row in ROWS if row.static])
+@first_of_each_scheme([row for row in ROWS if row.static and row.compiles])
 def test_compiles_to_one_graph_for_any_length(row: Row):
     torch._dynamo.reset()
     model = row.patched()
@@ -287,6 +292,9 @@ def test_compiles_to_one_graph_for_any_length(row: Row):
 # --- 15 training
 
 
+UNREACHED = ("pooler", "mask_token", "visual", "experts")  # by the loss of these inputs, patched or not
+
+
 def loss_of(model, row: Row):
     inputs = row.inputs()
     labels = torch.zeros(2, dtype=torch.long) if row.anatomy.vision else inputs["input_ids"].clamp(max=VOCAB - 1)
@@ -299,7 +307,7 @@ def test_gradients_reach_what_is_trainable_and_nothing_else(row: Row):
     loss_of(model, row).backward()
     for name, parameter in model.named_parameters():
         frozen_here = parameter.grad is None
-        assert frozen_here == (not parameter.requires_grad) or "pooler" in name or "mask_token" in name, name
+        assert frozen_here == (not parameter.requires_grad) or any(k in name for k in UNREACHED), name
     tables = [
         p for n, p in model.named_parameters() if any(k in n for k in ("position_embeddings", "wpe", "embed_positions"))
     ]

@@ -11,7 +11,7 @@ from hf_posswap import patch_model
 from . import oracles
 from .conftest import by_id
 from .families import FAMILIES, LENGTH, WIDTH, pixels, tokens
-from .rows import ROWS, Row, logits
+from .rows import ROWS, STEPS, Row, logits
 
 GRID = [
     (dim, theta, length, factor)
@@ -74,6 +74,19 @@ SCORE_ROWS = [
     ("ntk", {"factor": 4}, oracles.ntk, "halves"),
     ("yarn", {"factor": 4}, oracles.yarn, "halves"),
     ("llama3", {"factor": 4}, oracles.llama3, "halves"),
+    ("ntk-by-parts", {"factor": 4}, oracles.ntk_by_parts, "halves"),
+    (
+        "longrope",
+        {"factor": 4, "long_factor": STEPS},
+        lambda *a, **k: oracles.longrope(*a, factors=STEPS, **k),
+        "halves",
+    ),
+    (
+        "proportional",
+        {"factor": 4, "partial_rotary_factor": 0.5},
+        lambda *a, **k: oracles.proportional(*a, share=0.5, **k),
+        "halves",
+    ),
     ("rope", {"rope_theta": 5e5}, lambda dim, _theta, **_: oracles.rope(dim, 5e5), "halves"),
     ("rope", {"partial_rotary_factor": 0.5}, lambda *a, **_: oracles.partial(*a, partial_rotary_factor=0.5), "halves"),
     ("rope", {"pairing": "interleaved"}, oracles.rope, "interleaved"),
@@ -129,17 +142,22 @@ def test_tables(row: Row):
     rows, length = old[reserved:], row.params.get("max_positions", row.params.get("target_length", 3 * LENGTH))
     row.patch(model)
     new = table_of(model).numpy()
-    if row.scheme == "learned":
+    if row.params.get("init") == "random":
+        expected = np.concatenate([rows, new[reserved + len(rows) :]])  # the drawn rows are tested in test_tables.py
+    elif row.scheme == "learned":
         expected = getattr(oracles, row.params["init"])(rows, length)
     else:
         length = row.params.get("max_positions", LENGTH)
         matched = row.params.get("scale", "match") == "match"
         scale = np.sqrt((rows**2).mean() / 0.5) if matched else 1.0
-        expected = oracles.sinusoid(length, rows.shape[1], row.params.get("layout", "interleaved"), scale)
+        layout = row.params.get("layout", "interleaved")
+        expected = oracles.sinusoid(length, rows.shape[1], layout, scale)
+        if row.params.get("init") == "fit":
+            expected = oracles.fitted_sinusoid(rows, length, layout)
     assert len(new) == reserved + length
     np.testing.assert_array_equal(new[:reserved], old[:reserved])
     np.testing.assert_allclose(new[reserved:], expected, rtol=1e-5, atol=2e-6)
-    if row.params.get("init") in ("tile", "hierarchical"):
+    if row.scheme == "learned" and row.params["init"] != "interpolate":
         np.testing.assert_array_equal(new[: len(old)], old)
 
 
@@ -192,7 +210,7 @@ def test_image_table_tiles_over_rows_and_columns():
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "mpnet", "opt"])
-@pytest.mark.parametrize("init", ["tile", "hierarchical"])
+@pytest.mark.parametrize("init", ["tile", "hierarchical", "fit", "random"])
 def test_routes_that_only_extend_leave_short_inputs_alone(family, init):
     model, ids = FAMILIES[family].build(), tokens(2, 30)
     before = logits(model, input_ids=ids)

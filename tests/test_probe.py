@@ -13,7 +13,7 @@ from .conftest import by_id
 from .families import FAMILIES, tokens
 from .rows import ROWS, Row, logits
 
-RELATIVE = [r for r in ROWS if r.scheme in ("linear", "ntk", "yarn", "llama3", "dynamic", "rope")]
+RELATIVE = [r for r in ROWS if r.scheme not in ("nope", "sinusoidal", "learned")]
 ABSOLUTE = [r for r in ROWS if r.scheme in ("sinusoidal", "learned") and not r.anatomy.vision]
 
 

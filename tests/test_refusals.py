@@ -47,6 +47,34 @@ REFUSED = [
     ("gpt_neox", "rope", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5 cannot replace 0.25"),
     ("gpt_neox", "rope", {"pairing": "interleaved"}, r"no q_proj and k_proj"),
     ("gpt_neox", "ntk", {"factor": 4}, None),
+    ("llama", "longrope", {"factor": 4}, r"longrope: missing long_factor"),
+    ("llama", "longrope", {"factor": 4, "long_factor": 4}, r"long_factor=4 is not a list of numbers"),
+    ("llama", "longrope", {"factor": 4, "long_factor": [1.0] * 7}, r"long_factor=.* has 7 factors, .* turns 8 pairs"),
+    (
+        "llama",
+        "longrope",
+        {"factor": 4, "long_factor": [2.0] * 7 + [1.0]},
+        r"falls from 2.0 to 1.0 at 7",
+    ),
+    ("llama", "longrope", {"factor": 4, "long_factor": [0.0] * 8}, r"holds 0.0 at 0, which is not positive"),
+    ("llama", "longrope", {"factor": 4, "long_factor": ["1"] * 8}, r"holds '1' at 0, which is not a finite number"),
+    ("llama", "longrope", {"factor": 4, "long_factor": [1] * 8, "short_factor": [1]}, r"short_factor=.* has 1 factors"),
+    ("deepseek_v3", "longrope", {"factor": 4, "long_factor": [2.0] * 8}, r"attention_factor=None would reach only"),
+    ("deepseek_v3", "yarn", {"factor": 4, "attention_factor": 1.2}, r"attention_factor=1.2 would reach only"),
+    ("deepseek_v2", "yarn", {"factor": 4, "mscale": 1.0}, r"mscale=1.0 is one of two factors"),
+    ("deepseek_v3", "rope", {"pairing": "halves"}, r"no q_proj and k_proj"),
+    ("modernbert", "ntk-by-parts", {"factor": 4, "truncate": False}, r"truncate=False: this transformers"),
+    ("llama", "ntk-by-parts", {"factor": 4, "attention_factor": 1.0}, r"attention_factor=1.0 is not a parameter"),
+    ("llama", "proportional", {"factor": 4}, r"proportional: missing partial_rotary_factor"),
+    ("llama", "proportional", {"partial_rotary_factor": 2}, r"partial_rotary_factor=2 is greater than 1"),
+    ("llama", "proportional", {"partial_rotary_factor": 0.3}, r"keeps 2.4 of 8 pairs"),
+    ("llama", "proportional", {"partial_rotary_factor": 1.0}, r"would change nothing"),
+    ("gpt_neox", "proportional", {"partial_rotary_factor": 0.5}, r"cannot replace 0.25"),
+    ("llama", "dynamic", {"factor": 4, "freeze_at": 32}, r"freeze_at=32 is not beyond the 32 tokens"),
+    ("llama", "dynamic", {"factor": 4, "freeze_at": 0.5}, r"freeze_at=0.5 is not a positive integer"),
+    ("phi3", "yarn", {"factor": 4}, r"the config of a Phi3ForCausalLM cannot hold it .*longrope.*could not be saved"),
+    ("phi3", "nope", {}, r"the config of a Phi3ForCausalLM cannot hold it"),
+    ("llama_yarn", "yarn", {"factor": 4}, r"would change nothing"),
     ("llama", "learned", {"max_positions": 64}, r"no table of position vectors to resize"),
     ("llama", "sinusoidal", {"max_positions": 64}, r"max_positions=64 sizes a table"),
     ("bert", "yarn", {"factor": 4}, r"yarn is a rotary scheme, and BertForMaskedLM has no rotary site, only embed"),
@@ -59,7 +87,12 @@ REFUSED = [
     ("bert", "learned", {"max_positions": 5000, "init": "hierarchical"}, r"reaches 1024 positions from 32, not 5000"),
     ("bert", "sinusoidal", {"layout": "half"}, r"layout='half' is unknown; did you mean 'halves'"),
     ("bert", "sinusoidal", {"scale": 2}, r"scale=2 is unknown"),
-    ("bert", "sinusoidal", {"init": "fit"}, r"init='fit' is not a parameter"),
+    ("bert", "sinusoidal", {"init": "fitted"}, r"init='fitted' is unknown; did you mean 'fit'"),
+    ("bert", "sinusoidal", {"init": "fit", "scale": "none"}, r"scale='none' has no meaning beside init='fit'"),
+    ("llama", "sinusoidal", {"init": "fit"}, r"init='fit' needs a table to reproduce"),
+    ("bert", "learned", {"max_positions": 64, "seed": 3}, r"seed=3 is not a natural number beside init='random'"),
+    ("bert", "learned", {"max_positions": 64, "init": "random", "seed": -1}, r"seed=-1 is not a natural number"),
+    ("vit", "learned", {"image_size": 64, "init": "fit"}, r"init='fit' is for text"),
     ("vit", "learned", {"image_size": 50}, r"image_size=50 is not one or two multiples of the patch size 8"),
     ("vit", "learned", {"max_positions": 20}, r"20 patches are not a square grid"),
     ("vit", "learned", {"image_size": 64, "init": "hierarchical"}, r"init='hierarchical' is for text"),
@@ -108,7 +141,7 @@ def test_refused_and_untouched(family, scheme, params, says):
 def test_a_patched_model_stays_patched(family, scheme, params, says):
     model = FAMILIES[family].build()
     params = {"max_positions": 64} if says == "would change nothing" and family == "bert" else params
-    first = ("sinusoidal", {"layout": "halves"}) if family == "bert" else ("nope", {})
+    first = {"bert": ("sinusoidal", {"layout": "halves"}), "phi3": ("ntk", {"factor": 2})}.get(family, ("nope", {}))
     patch_model(model, first[0], **first[1])
     before = state(model)
     try:

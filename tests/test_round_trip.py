@@ -196,6 +196,13 @@ CONFIG_TABLE = [
     ("dynamic", "dynamic", 10000.0, 32, {"factor": 4}),
     ("yarn", "yarn", 10000.0, 128, {"factor": 4, "original_max_position_embeddings": 32}),
     (
+        "ntk-by-parts",
+        "yarn",
+        10000.0,
+        128,
+        {"factor": 4, "original_max_position_embeddings": 32, "attention_factor": 1.0},
+    ),
+    (
         "llama3",
         "llama3",
         10000.0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..errors import PosSwapError
@@ -22,6 +22,7 @@ class ScaledRope(Scheme):
     sites: ClassVar = frozenset({ROTARY})
     keeps_function: ClassVar = True
     keeps_config_length: ClassVar[bool] = False  # true where readers multiply max_position_embeddings themselves
+    default_factor: ClassVar[float | None] = None
 
     factor: float | None = None
     target_length: int | None = None
@@ -36,7 +37,7 @@ class ScaledRope(Scheme):
         self.check_number("rope_theta", above=0)
         if self.factor is not None and self.target_length is not None:
             raise self.refuse("factor", f"was given together with target_length={self.target_length}; give one of them")
-        if self.factor is None and self.target_length is None:
+        if self.factor is None and self.target_length is None and self.default_factor is None:
             raise PosSwapError(f"{self.name}: give factor (a number >= 1) or target_length (tokens)")
 
     def scaling(self, site: RotaryGeometry, factor: float) -> dict[str, Any]:
@@ -47,14 +48,51 @@ class ScaledRope(Scheme):
         original = self.original_max_position_embeddings or site.length
         if self.target_length is not None and self.target_length <= original:
             raise self.refuse("target_length", f"is not beyond the model's {original} tokens")
-        factor = self.factor if self.factor is not None else self.target_length / original
+        factor = self.default_factor if self.factor is None else self.factor
+        if self.target_length is not None:
+            factor = self.target_length / original
         length = self.target_length or int(original * factor)
         base = dict(site.rope_parameters)
         if self.rope_theta is not None:
             base["rope_theta"] = float(self.rope_theta)
-        scaling = self.scaling(RotaryGeometry(base, original, site.head_dim, site.rotary_dim, site.pairing), factor)
+        scaling = self.scaling(replace(site, rope_parameters=base, length=original), factor)
         return RotaryChange(
             rope_parameters=base | scaling,
             config_length=original if self.keeps_config_length else length,
             length=length,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RampedRope(ScaledRope):
+    """Fast dimensions kept, slow ones interpolated, a linear ramp between the two (YaRN, definition 1).
+
+    beta_fast, beta_slow: rotations within the trained length beyond which a dimension is kept, and below which it
+    is interpolated (32 and 1 where None). truncate: round the ramp's ends to whole dimensions (True where None).
+    """
+
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    truncate: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_number("beta_fast", above=0)
+        self.check_number("beta_slow", above=0)
+        if (self.beta_fast or 32) <= (self.beta_slow or 1):
+            raise self.refuse("beta_fast", f"must be greater than beta_slow ({self.beta_slow or 1})")
+        if self.truncate not in (None, True, False):
+            raise self.refuse("truncate", "is neither True nor False")
+
+    def factors(self, site: RotaryGeometry) -> dict[str, float | None]:
+        """The keys that decide the multiplier of cos and sin."""
+        raise NotImplementedError
+
+    def scaling(self, site: RotaryGeometry, factor: float) -> dict[str, Any]:
+        ramp = {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow, "truncate": self.truncate}
+        optional = self.factors(site) | ramp
+        return {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": site.length,
+        } | {k: v for k, v in optional.items() if v is not None}

