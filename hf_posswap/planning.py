@@ -16,6 +16,7 @@ from . import parts
 from .anatomy import Anatomy, RotarySite, TableSite, examine, find_pairing, kind
 from .edits import Hook, Replace, same
 from .errors import PosSwapError
+from .planning_attention import install_attention
 from .positions import root_mean_square
 from .record import FOREIGN_ROPE_TYPE, KEY, NATIVE, PORTABLE, Record, config_values, owner_of
 from .scheme import Scheme
@@ -112,7 +113,7 @@ def plan(
         _plan_sites(new, scheme)
     if not new.effective:
         raise PosSwapError(f"{scheme} would change nothing on this {kind(model)}")
-    continues = scheme.keeps_function and scheme.sites & anatomy.sites and "pairing" not in new.original
+    continues = scheme.keeps_function and (scheme.stacks or scheme.sites & anatomy.sites) and "pairing" not in new.original
     new.recalibrate = not continues
     if new.recalibrate:
         new.notes.append(
@@ -126,13 +127,11 @@ def plan(
 def _plan_sites(new: Plan, scheme: Scheme) -> None:
     """Silence and install, site by site."""
     native = new.anatomy.sites
-    replaced = scheme.sites & native
-    silenced = frozenset() if replaced else native  # like for like leaves a model's other sites alone
-    if ROTARY in scheme.sites - native:
-        raise PosSwapError(
-            f"{scheme.name} is a rotary scheme, and {kind(new.anatomy.model)} has no rotary site, only "
-            f"{', '.join(sorted(native))}; 'sinusoidal', 'learned' and 'nope' apply to it"
-        )
+    in_attention = scheme.sites & {BIAS}
+    if ROTARY in scheme.sites and (scheme.in_attention or ROTARY not in native):
+        in_attention |= {ROTARY}
+    replaced = (scheme.sites & native) - in_attention
+    silenced = frozenset() if replaced or scheme.stacks else native  # like for like leaves a model's other sites alone
     if ROTARY in replaced:
         _install_rotary(new, scheme)
     if ROTARY in silenced:
@@ -145,6 +144,8 @@ def _plan_sites(new: Plan, scheme: Scheme) -> None:
         _silence_bias(new)
     if EMBED in scheme.sites - native:
         _install_addition(new, scheme)
+    if in_attention:
+        install_attention(new, scheme, in_attention)
 
 
 def config_path(config: Any, inner: Any) -> str:
