@@ -174,6 +174,11 @@ def _silenced(anatomy: Anatomy, record: Record | None) -> bool:
     return scheme is not None and not scheme.stacks and not scheme.sites & anatomy.sites
 
 
+def _table_is_bypassed(anatomy: Anatomy) -> bool:
+    record = record_of(anatomy.model)
+    return _silenced(anatomy, record) and record.storage == PORTABLE
+
+
 def _number(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -241,7 +246,7 @@ def probe(model: nn.Module) -> Probe:
         order=order,
         shift=shift,
         distance=distance,
-        longest=None if anatomy.table is None else anatomy.table.length,
+        longest=None if anatomy.table is None or _table_is_bypassed(anatomy) else anatomy.table.length,
         faults=tuple(_faults(anatomy, called)),
         tolerance=100 * torch.finfo(dtype).eps,  # rounding through a stack of layers
     )

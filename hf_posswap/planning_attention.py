@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from . import attention, parts
-from .anatomy import kind, text_config
+from .anatomy import TableSite, kind, text_config
 from .edits import ABSENT, Hook, Replace
 from .errors import PosSwapError
 from .record import PORTABLE
@@ -101,6 +101,8 @@ def install_attention(new: Plan, scheme: Scheme, sites: frozenset[str]) -> None:
         if "position_ids" not in names:
             raise PosSwapError(f"{scheme.name} depends on a token's position, and {kind(model)} takes no position_ids")
         new.edits.append(Hook(site.stack[1], partial(parts.positions_from_mask, names=names), kind(site.stack[1])))
+    if new.anatomy.table is not None and not scheme.stacks:
+        new.edits.append(_unlimited(new.anatomy.table))
     new.edits.append(attention.Route(list(site.modules.values()), site.stack[0]))
     for path, module in model.named_modules():
         if hasattr(module, "set_attn_implementation"):
@@ -111,6 +113,15 @@ def install_attention(new: Plan, scheme: Scheme, sites: frozenset[str]) -> None:
     new.storage = PORTABLE
     new.effective = True
     new.length = new.length or length
+
+
+def _unlimited(table: TableSite) -> Hook:
+    """A silenced table holds nobody back: what is installed inside attention has no last position."""
+    where = table.path.rpartition(".")[0]
+    reader = table.owner if "position_ids" in table.buffers else getattr(table.owner, table.attribute)
+    names = tuple(inspect.signature(reader.forward).parameters)
+    argument = "position_ids" if "position_ids" in names else names[0]
+    return Hook(reader, partial(parts.without_positions, names=names, argument=argument), where)
 
 
 def trained_length(new: Plan) -> int:
