@@ -33,8 +33,8 @@ BACKENDS = ("eager", "sdpa", "flex_attention")
 ATTRIBUTE = "_posswap_attention"  # on an attention module: what its calls are to do
 PLACES = "posswap_places"  # the keyword that carries Places from the hook through the module to the function
 
-# Below this many queries the dense bias is smaller than the copies of K and V that the fast path makes.
-FEW_QUERIES = 16
+
+
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def attend(
         query = query * factor[:, None, :, None].to(query.dtype)
     if change.bias is None and change.placed is None:
         return forward(module, query, key, value, attention_mask, **kwargs)
-    if change.factors is not None and backend == "sdpa" and query.shape[2] >= FEW_QUERIES:
+    if change.factors is not None and backend == "sdpa" and query.shape[2] > 1:  # one query: its bias is small
         scaling, width = kwargs.pop("scaling", None), value.shape[-1]
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         query, key, value = attached.extended(query, key, value, scaling)
