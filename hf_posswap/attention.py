@@ -34,9 +34,6 @@ ATTRIBUTE = "_posswap_attention"  # on an attention module: what its calls are t
 PLACES = "posswap_places"  # the keyword that carries Places from the hook through the module to the function
 
 
-
-
-
 @dataclass(frozen=True)
 class Places:
     """Where one call's tokens stand: cache index of the first query and of the first key; whether keys are rotated."""

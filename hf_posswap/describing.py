@@ -145,9 +145,7 @@ def _describe_table(anatomy: Anatomy, record: Record | None) -> SiteDescription:
     has = NOTHING if _silenced(anatomy, record) else record.scheme if replaced else "learned"
     state = "trainable" if table.weight.requires_grad else "frozen"
     size = f"{table.grid[0]} x {table.grid[1]} patches" if table.grid else f"{table.length} positions"
-    return SiteDescription(
-        EMBED, "learned", has, f"{size}, width {table.rows.shape[-1]}, {state}"
-    )
+    return SiteDescription(EMBED, "learned", has, f"{size}, width {table.rows.shape[-1]}, {state}")
 
 
 def _describe_bias(anatomy: Anatomy, record: Record | None) -> SiteDescription:

@@ -113,7 +113,9 @@ def plan(
         _plan_sites(new, scheme)
     if not new.effective:
         raise PosSwapError(f"{scheme} would change nothing on this {kind(model)}")
-    continues = scheme.keeps_function and (scheme.stacks or scheme.sites & anatomy.sites) and "pairing" not in new.original
+    continues = (
+        scheme.keeps_function and (scheme.stacks or scheme.sites & anatomy.sites) and "pairing" not in new.original
+    )
     new.recalibrate = not continues
     if new.recalibrate:
         new.notes.append(

@@ -46,7 +46,9 @@ def find_attention(model: PreTrainedModel, scheme: Scheme) -> AttentionSite:
     """Raises PosSwapError where a scheme cannot be put inside this model's attention."""
     config = text_config(model)
     if model.main_input_name == "pixel_values":
-        raise PosSwapError(f"{scheme.name}: the positions of {kind(model)} are a grid, and {scheme.name} has one dimension")
+        raise PosSwapError(
+            f"{scheme.name}: the positions of {kind(model)} are a grid, and {scheme.name} has one dimension"
+        )
     found = {
         path: module
         for path, module in model.named_modules()
@@ -164,6 +166,4 @@ def rotation_of(new: Plan, scheme: Scheme, site: AttentionSite, length: int) -> 
     )
     built = LlamaRotaryEmbedding(stand_in)
     new.length = change.length
-    return Rotation(
-        built.inv_freq, built.attention_scaling, change.pairing == "interleaved", change.decay, length // 2
-    )
+    return Rotation(built.inv_freq, built.attention_scaling, change.pairing == "interleaved", change.decay, length // 2)

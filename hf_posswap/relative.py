@@ -49,7 +49,10 @@ def spread(values: Tensor, queries: int, keys: int) -> Tensor:
                                                 b c d e
                                                 a b c d
     """
-    return values.unfold(-1, keys, 1).flip(-2) if queries > 1 else values[:, None]
+    heads, count = values.shape
+    # unfold, were it not that torch.compile makes a new graph for every `keys` of it
+    windows = values.contiguous().as_strided((heads, queries, keys), (count, 1, 1))
+    return windows.flip(-2)
 
 
 def exact_parts(values: Tensor, dtype: torch.dtype, count: int) -> list[Tensor]:

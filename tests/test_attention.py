@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -83,8 +85,14 @@ def heads_of(hidden: np.ndarray, weight: torch.Tensor, bias, dim: int) -> np.nda
     ("scheme", "params", "oracle", "pairing"),
     [
         ("rope", {}, oracles.rope, "halves"),
-        ("rope", {"pairing": "interleaved", "rope_theta": 500.0}, lambda d, _t, **_: oracles.rope(d, 500.0), "interleaved"),
-        ("rope", {"partial_rotary_factor": 0.5}, lambda *a, **_: oracles.partial(*a, partial_rotary_factor=0.5), "halves"),
+        ("rope", {"pairing": "interleaved"}, oracles.rope, "interleaved"),
+        ("rope", {"rope_theta": 500.0}, lambda dim, _theta, **_: oracles.rope(dim, 500.0), "halves"),
+        (
+            "rope",
+            {"partial_rotary_factor": 0.5},
+            lambda *a, **_: oracles.partial(*a, partial_rotary_factor=0.5),
+            "halves",
+        ),
         ("linear", {"factor": 4}, oracles.linear, "halves"),
         ("ntk", {"factor": 4}, oracles.ntk, "halves"),
         ("yarn", {"factor": 4}, oracles.yarn, "halves"),
@@ -154,13 +162,16 @@ def test_eager_equals_sdpa(row: Row):
 FLEX = [row for row in ATTENTION_ROWS if row.flex]
 
 
-@by_id(FLEX)
+@pytest.mark.parametrize(
+    "row", [FLEX[0], *[pytest.param(row, marks=pytest.mark.long) for row in FLEX[1:]]], ids=lambda row: row.id
+)
 def test_flex_equals_sdpa(row: Row):
+    """On 64 tokens: at some other lengths torch's FlexAttention is wrong on CPU, patched or not (NaN at 24)."""
     torch._dynamo.reset()
-    model, inputs = row.patched(), row.inputs()
-    expected = logits(model, **inputs)
+    model, ids = row.patched(), tokens(2, 64)
+    expected = logits(model, input_ids=ids)
     model.set_attn_implementation("flex_attention")
-    close(logits(model, **inputs), expected)
+    close(logits(model, input_ids=ids), expected)
 
 
 @by_id([row for row in ATTENTION_ROWS if row.family == "llama"])
@@ -195,7 +206,7 @@ def test_backend_that_cannot_carry_a_scheme_is_refused_later(implementation):
     model, ids = patch_model(FAMILIES["llama"].build(), "alibi"), tokens(1, 20)
     before = logits(model, input_ids=ids)
     for part in (model, model.model):
-        with pytest.raises(PosSwapError, match=f"attn_implementation={implementation!r} cannot carry alibi".replace("|", r"\|")):
+        with pytest.raises(PosSwapError, match=re.escape(f"attn_implementation={implementation!r} cannot carry alibi")):
             part.set_attn_implementation(implementation)
     assert torch.equal(logits(model, input_ids=ids), before)
 
@@ -211,7 +222,9 @@ def test_backend_that_cannot_carry_a_scheme_is_refused_at_once():
 def test_config_written_past_the_model_stops_the_next_forward():
     model, ids = patch_model(FAMILIES["llama"].build(), "alibi"), tokens(1, 20)
     model.config._attn_implementation = "sdpa"
-    with pytest.raises(PosSwapError, match=r"config\._attn_implementation='sdpa' .* use model\.set_attn_implementation"):
+    with pytest.raises(
+        PosSwapError, match=r"config\._attn_implementation='sdpa' .* use model\.set_attn_implementation"
+    ):
         logits(model, input_ids=ids)
     assert not probe_faults_empty(model)
 

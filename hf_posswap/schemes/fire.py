@@ -57,8 +57,12 @@ class Fire(Scheme):
 
     @staticmethod
     def network(tensors: Tensors, distance, position):
+        import torch
+
         c = tensors["c"].abs()
         reach = position.float().maximum(tensors["L"].abs())
         x = (c * distance.abs()).log1p() / (c * reach).log1p().clamp(min=1e-6)  # (..., Q, K)
-        hidden = (x[..., None] * tensors["hidden_weight"] + tensors["hidden_bias"]).relu()
-        return (hidden @ tensors["out_weight"].T + tensors["out_bias"]).movedim(-1, -3)
+        weight, bias = (tensors[f"hidden_{what}"][:, None, None] for what in ("weight", "bias"))
+        hidden = (x[..., None, :, :] * weight + bias).relu()  # (..., width, Q, K)
+        heads = tensors["out_weight"]
+        return torch.einsum("hw,...wqk->...hqk", heads, hidden) + tensors["out_bias"][:, None, None]
