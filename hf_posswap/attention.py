@@ -137,11 +137,10 @@ def hand_places(
             "use model.set_attn_implementation"
         )
     call = given(names, args, kwargs)
-    for name, cache in call.items():
-        if isinstance(cache, Cache):
-            break
-    else:
+    name = next((name for name, value in call.items() if isinstance(value, Cache)), None)
+    if name is None:
         return args, kwargs | {PLACES: Places()}
+    cache = call[name]
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     query = own.get_query_offset(module.layer_idx)
     if isinstance(query, Tensor):
@@ -241,7 +240,7 @@ def set_implementation(model: nn.Module, attn_implementation: Any, *, scheme: st
 
 @dataclass
 class Route:
-    """An edit: attention goes through this package, on whatever backend the model has at the time; swap again, and not."""
+    """An edit: attention goes through this package, on the backend that the model has then; swapped again, past it."""
 
     modules: list[nn.Module] = field(default_factory=list)
     where: str = ""
@@ -249,7 +248,7 @@ class Route:
     def swap(self) -> None:
         for config in {id(m.config): m.config for m in self.modules}.values():
             now = config._attn_implementation
-            config._attn_implementation_internal = NAMES[now] if now in NAMES else f"{PREFIX}{now}"
+            config._attn_implementation_internal = NAMES.get(now, f"{PREFIX}{now}")
 
     def __str__(self) -> str:
         return f"{self.where}: attention goes through {__name__}"

@@ -42,7 +42,7 @@ def t5_bucket(distance: Tensor, *, bidirectional: bool, num_buckets: int, max_di
 
 
 def spread(values: Tensor, queries: int, keys: int) -> Tensor:
-    """(H, Q + K - 1) values at the distances from -(Q - 1) + c to K - 1 + c -> (H, Q, K), entry (i, j) that of j - i + c.
+    """(H, Q + K - 1) values at the distances c - (Q - 1) to c + K - 1 -> (H, Q, K), entry (i, j) that of c + j - i.
 
     Every row is the one above it, shifted by one to the right:
         Q = 3, K = 4, values a b c d e f   ->   c d e f

@@ -6,8 +6,8 @@ Letters used for shapes in this package:
     Q queries and K keys of one call of attention (K > Q where a cache holds the keys before).
 
 A model has up to three sites. An anatomy measures each one it finds (`RotaryGeometry`, `EmbedGeometry`,
-`BiasGeometry`); a scheme answers with what belongs there (`RotaryChange`, `EmbedChange`, `BiasChange`), or with None. Neither side knows the
-other: patching carries the question and installs the answer.
+`BiasGeometry`); a scheme answers with what belongs there (`RotaryChange`, `EmbedChange`, `BiasChange`), or with None.
+Neither side knows the other: patching carries the question and installs the answer.
 """
 
 from __future__ import annotations
