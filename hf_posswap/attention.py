@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from .errors import PosSwapError, nearest
+from .errors import PosSwapError
 from .parts import given, with_argument
 from .relative import exact_parts, spread
 from .rotation import Rotation
@@ -125,6 +125,9 @@ class RotatedKeys:
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self.cache.update(self.rotation(key, self.first, is_key=True), value, *args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["cache"], name)
+
 
 def hand_places(
     module: nn.Module, args: tuple, kwargs: dict, *, names: tuple[str, ...], attached: Attached
@@ -224,7 +227,7 @@ def check_backend(implementation: Any, scheme: str) -> str:
     backend = NAMES.get(implementation, implementation) if isinstance(implementation, str) else implementation
     if backend not in BACKENDS:
         raise PosSwapError(
-            f"attn_implementation={implementation!r} cannot carry {scheme}; {nearest(backend, BACKENDS)}"
+            f"attn_implementation={implementation!r} cannot carry {scheme}; choose one of: {', '.join(BACKENDS)}"
         )
     return backend
 

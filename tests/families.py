@@ -72,6 +72,12 @@ FAMILIES: dict[str, Family] = {
         True,
         packs=True,
     ),
+    "modernbert": Family(
+        "ModernBertForMaskedLM",
+        "ModernBertConfig",
+        SIZES | {"local_attention": 16, "layer_types": ["sliding_attention", "full_attention"]},
+        False,
+    ),
     "bert": Family("BertForMaskedLM", "BertConfig", ENCODER, False),
     "electra": Family("ElectraForMaskedLM", "ElectraConfig", ENCODER | {"embedding_size": 32}, False),
     "distilbert": Family(

@@ -105,7 +105,7 @@ SILENT_ROWS = [
     *[
         Row("nope", family, undoable=False, recalibrate=True)
         for family, anatomy in FAMILIES.items()
-        if family not in ("llama", "qwen3", "cohere", "gemma3", "gpt_neox")
+        if family not in ("llama", "qwen3", "cohere", "gemma3", "gpt_neox", "modernbert")
     ],
 ]
 ADDED_ROWS = [
@@ -172,6 +172,7 @@ ATTENTION_ROWS = [
     *in_attention("alibi, rope", "bert", flex=True),
     *in_attention("alibi learnable, t5, t5 per layer, kerple, kerple power, sandwich, yarn", "bert"),
     *in_attention("alibi, t5, kerple, sandwich, rope, yarn", "roberta"),
+    *in_attention("alibi, t5, kerple", "modernbert"),
     *in_attention("alibi, rope", "electra"),
     *in_attention("alibi, rope", "distilbert"),
 ]
