@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ def from_pretrained(path: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
     """
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-    from .patching import adopt, install
+    from .patching import adopt, forget_replaced, install
     from .planning import plan
 
     if kwargs.pop("trust_remote_code", False):
@@ -51,10 +52,42 @@ def from_pretrained(path: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
         if new.storage != PORTABLE or new.original.keys() != record.original.keys():
             raise PosSwapError(f"{KEY} in {path}: the record does not describe this model's {record.scheme!r} swap")
         install(model, new)
+        load_added(model, path)
+        forget_replaced(model)
         return model
     model = model_class(data).from_pretrained(path, config=AutoConfig.from_pretrained(path), **kwargs)
     adopt(model, record)
     return model
+
+
+def load_added(model: PreTrainedModel, path: str | os.PathLike) -> None:
+    """Fill the parameters that a swap added; transformers, which loads the model first, knows nothing of them."""
+    from safetensors import safe_open
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+    from .attention import Attached
+
+    added = {
+        f"{where}.{name}": parameter
+        for where, module in model.named_modules()
+        if isinstance(module, Attached)
+        for name, parameter in module.named_parameters()
+    }
+    if not added:
+        return
+    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+    if index is None:
+        shards = dict.fromkeys(added, SAFE_WEIGHTS_NAME)
+    else:
+        with open(index, encoding="utf-8") as file:
+            shards = json.load(file)["weight_map"]
+    missing = sorted(added.keys() - shards.keys())
+    if missing:
+        raise PosSwapError(f"{path} lacks {missing[0]}, a parameter that the recorded swap added")
+    for shard in sorted({shards[name] for name in added}):
+        with safe_open(cached_file(path, shard), framework="pt") as weights:
+            for name in sorted(weights.keys() & added.keys()):
+                added[name].data.copy_(weights.get_tensor(name))
 
 
 def model_class(config: dict[str, Any]) -> type[PreTrainedModel]:

@@ -75,8 +75,7 @@ def describe(model: nn.Module) -> Description:
         )
         if present is not None
     ]
-    if record is not None and EMBED in record.make_scheme().sites and anatomy.table is None:
-        sites.append(SiteDescription(EMBED, NOTHING, record.scheme, "added before the first layer"))
+    sites += _describe_added(anatomy, record)
     length = _trained_length(anatomy) if record is None else record.length
     return Description(
         model=kind(model),
@@ -142,19 +141,40 @@ def _describe_rotary(anatomy: Anatomy, record: Record | None) -> SiteDescription
 
 def _describe_table(anatomy: Anatomy, record: Record | None) -> SiteDescription:
     table = anatomy.table
-    replaced = record is not None and (EMBED in record.make_scheme().sites or record.scheme == "nope")
-    has = record.scheme if replaced else "learned"
+    replaced = record is not None and EMBED in record.make_scheme().sites
+    has = NOTHING if _silenced(anatomy, record) else record.scheme if replaced else "learned"
     state = "trainable" if table.weight.requires_grad else "frozen"
     size = f"{table.grid[0]} x {table.grid[1]} patches" if table.grid else f"{table.length} positions"
-    return SiteDescription(
-        EMBED, "learned", NOTHING if has == "nope" else has, f"{size}, width {table.rows.shape[-1]}, {state}"
-    )
+    return SiteDescription(EMBED, "learned", has, f"{size}, width {table.rows.shape[-1]}, {state}")
 
 
 def _describe_bias(anatomy: Anatomy, record: Record | None) -> SiteDescription:
-    silenced = record is not None and not record.make_scheme().sites & anatomy.sites
     table = next(iter(anatomy.bias.tables.values()))
-    return SiteDescription(BIAS, "t5", NOTHING if silenced else "t5", f"{table.num_embeddings} buckets")
+    replaced = record is not None and BIAS in record.make_scheme().sites
+    has = NOTHING if _silenced(anatomy, record) else record.scheme if replaced else "t5"
+    return SiteDescription(BIAS, "t5", has, "inside attention" if replaced else f"{table.num_embeddings} buckets")
+
+
+def _describe_added(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDescription]:
+    """What a swap put where the model had nothing."""
+    if record is None:
+        return
+    scheme = record.make_scheme()
+    for site in (EMBED, ROTARY, BIAS):
+        if site in scheme.sites - anatomy.sites:
+            where = "added before the first layer" if site == EMBED else "inside attention"
+            yield SiteDescription(site, NOTHING, record.scheme, where)
+
+
+def _silenced(anatomy: Anatomy, record: Record | None) -> bool:
+    """Whether the model's own sites were silenced, all of them, by a swap that put nothing like them there."""
+    scheme = None if record is None else record.make_scheme()
+    return scheme is not None and not scheme.stacks and not scheme.sites & anatomy.sites
+
+
+def _table_is_bypassed(anatomy: Anatomy) -> bool:
+    record = record_of(anatomy.model)
+    return _silenced(anatomy, record) and record.storage == PORTABLE
 
 
 def _number(value: Any) -> str:
@@ -224,7 +244,7 @@ def probe(model: nn.Module) -> Probe:
         order=order,
         shift=shift,
         distance=distance,
-        longest=None if anatomy.table is None else anatomy.table.length,
+        longest=None if anatomy.table is None or _table_is_bypassed(anatomy) else anatomy.table.length,
         faults=tuple(_faults(anatomy, called)),
         tolerance=100 * torch.finfo(dtype).eps,  # rounding through a stack of layers
     )
@@ -391,7 +411,8 @@ def _rotary_modules(anatomy: Anatomy) -> dict[str, nn.Module]:
 
 def _faults(anatomy: Anatomy, called: set[str]) -> Iterator[str]:
     record = record_of(anatomy.model)
-    silenced_here = record is not None and record.storage == PORTABLE
+    foreign = FOREIGN_ROPE_TYPE in str(getattr(anatomy.config, "rope_parameters", None))
+    silenced_here = record is not None and record.storage == PORTABLE and foreign
     for path, module in _rotary_modules(anatomy).items():
         if path not in called:
             yield f"{path}: no forward pass reads this rotary module; what it holds has no effect"
@@ -403,6 +424,7 @@ def _faults(anatomy: Anatomy, called: set[str]) -> Iterator[str]:
             yield f"{path}: the config says it is silenced, and it turns"
     if record is not None:
         yield from _record_faults(anatomy, record)
+        yield from _attention_faults(anatomy.model)
     if anatomy.table is not None:
         yield from _table_faults(anatomy, record)
 
@@ -431,7 +453,7 @@ def _rotary_faults(anatomy: Anatomy, path: str, module: nn.Module) -> Iterator[s
 def _record_faults(anatomy: Anatomy, record: Record) -> Iterator[str]:
     """Where the config is not what the recorded scheme writes."""
     scheme, site = record.make_scheme(), anatomy.rotary
-    if site is None or ROTARY not in scheme.sites:
+    if site is None or ROTARY not in scheme.sites or scheme.in_attention:
         return
     before = config_before(anatomy.model, record).get_text_config()
     for layer_type in getattr(scheme, "layer_types", None) or (("full_attention",) if site.layer_types else (None,)):
@@ -447,6 +469,15 @@ def _record_faults(anatomy: Anatomy, record: Record) -> Iterator[str]:
         ):
             if says != has:
                 yield f"config.{what}: is {has} and the recorded {scheme} writes {says}"
+
+
+def _attention_faults(model: nn.Module) -> Iterator[str]:
+    """Attention modules that carry a scheme and are not routed through it."""
+    from .attention import ATTRIBUTE, NAMES
+
+    for path, module in model.named_modules():
+        if ATTRIBUTE in vars(module) and module.config._attn_implementation not in NAMES:
+            yield f"{path}: attention is {module.config._attn_implementation!r}, past what is installed there"
 
 
 def _table_faults(anatomy: Anatomy, record: Record | None) -> Iterator[str]:
@@ -465,5 +496,5 @@ def _table_faults(anatomy: Anatomy, record: Record | None) -> Iterator[str]:
         expected = scheme.embed(geometry).vectors(torch.arange(len(rows), device=rows.device)).to(rows.dtype)
         if not same(rows, expected):
             yield f"{table.path}: is not the {scheme} table that the record says"
-    if not scheme.sites and bool(table.rows.any()):
+    if _silenced(anatomy, record) and bool(table.rows.any()):
         yield f"{table.path}: the record says it is silenced, and it is not zero"

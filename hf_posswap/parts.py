@@ -93,3 +93,16 @@ def refuse_longer(
                 f"patch_model(model, 'learned', max_positions={length}) makes room"
             )
     return args, kwargs
+
+
+def without_positions(
+    module: nn.Module, args: tuple, kwargs: dict, *, names: tuple[str, ...], argument: str
+) -> tuple[tuple, dict]:
+    """Every token asks a silenced table for its first row: all rows are zero, and no sequence is longer than it."""
+    call = given(names, args, kwargs)
+    if isinstance(call.get(argument), Tensor):
+        zeros = torch.zeros_like(call[argument])
+    else:
+        inputs = call["inputs_embeds"] if call.get("input_ids") is None else call["input_ids"]
+        zeros = torch.zeros(1, inputs.shape[1], dtype=torch.long, device=inputs.device)
+    return with_argument(names, args, kwargs, argument, zeros)

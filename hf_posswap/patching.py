@@ -158,9 +158,17 @@ def adopt(model: nn.Module, record: Record) -> Patch:
     return patch
 
 
+def forget_replaced(model: nn.Module) -> None:
+    """A reloaded model whose table of positions was replaced has no way back: its checkpoint holds the new one."""
+    patch = patch_of(model)
+    if _replaced_sites(examine(model), patch.record) & {EMBED, BIAS}:
+        patch.journal = None
+
+
 def _replaced_sites(anatomy: Anatomy, record: Record) -> frozenset[str]:
     """The sites of a model that a recorded swap took over or silenced."""
-    return record.make_scheme().sites & anatomy.sites or anatomy.sites
+    scheme = record.make_scheme()
+    return frozenset() if scheme.stacks else scheme.sites & anatomy.sites or anatomy.sites
 
 
 def config_before(model: nn.Module, record: Record) -> Any:

@@ -17,6 +17,7 @@ from . import parts
 from .anatomy import Anatomy, RotarySite, TableSite, examine, find_pairing, follows_rotary_contract, kind
 from .edits import ABSENT, Hook, Replace, same
 from .errors import PosSwapError
+from .planning_attention import install_attention
 from .positions import root_mean_square
 from .record import FOREIGN_ROPE_TYPE, KEY, NATIVE, PORTABLE, Record, config_values, owner_of
 from .scheme import Scheme
@@ -114,7 +115,9 @@ def plan(
     if not new.effective:
         raise PosSwapError(f"{scheme} would change nothing on this {kind(model)}")
     _refuse_invalid(new)
-    continues = scheme.keeps_function and scheme.sites & anatomy.sites and "pairing" not in new.original
+    continues = (
+        scheme.keeps_function and (scheme.stacks or scheme.sites & anatomy.sites) and "pairing" not in new.original
+    )
     new.recalibrate = not continues
     if new.recalibrate:
         new.notes.append(
@@ -128,13 +131,11 @@ def plan(
 def _plan_sites(new: Plan, scheme: Scheme) -> None:
     """Silence and install, site by site."""
     native = new.anatomy.sites
-    replaced = scheme.sites & native
-    silenced = frozenset() if replaced else native  # like for like leaves a model's other sites alone
-    if ROTARY in scheme.sites - native:
-        raise PosSwapError(
-            f"{scheme.name} is a rotary scheme, and {kind(new.anatomy.model)} has no rotary site, only "
-            f"{', '.join(sorted(native))}; 'sinusoidal', 'learned' and 'nope' apply to it"
-        )
+    in_attention = scheme.sites & {BIAS}
+    if ROTARY in scheme.sites and (scheme.in_attention or ROTARY not in native):
+        in_attention |= {ROTARY}
+    replaced = (scheme.sites & native) - in_attention
+    silenced = frozenset() if replaced or scheme.stacks else native  # like for like leaves a model's other sites alone
     if ROTARY in replaced:
         _install_rotary(new, scheme)
     if ROTARY in silenced:
@@ -147,6 +148,8 @@ def _plan_sites(new: Plan, scheme: Scheme) -> None:
         _silence_bias(new)
     if EMBED in scheme.sites - native:
         _install_addition(new, scheme)
+    if in_attention:
+        install_attention(new, scheme, in_attention)
 
 
 def _refuse_invalid(new: Plan) -> None:
@@ -272,7 +275,6 @@ def _install_rotary(new: Plan, scheme: Scheme) -> None:
             parameters[layer_type] = change.rope_parameters
     _write_rotary(new, parameters, change)
     rotary_edits(new, site, new.text)
-    _validate(new)
     if change.pairing is not None and change.pairing != geometry.pairing:
         _install_pairing(new, geometry, change.pairing, layer_types)
     new.length = change.length
@@ -304,15 +306,6 @@ def _write_rotary(new: Plan, parameters: dict[str, Any], change: RotaryChange) -
     beside = getattr(new.text, "original_max_position_embeddings", None)
     if change.config_original is not None or (inside is not None and beside is not None):
         new.set_config("original_max_position_embeddings", inside)
-
-
-def _validate(new: Plan) -> None:
-    """Ask the config's own class whether it would be saved and loaded again."""
-    try:
-        new.text.validate_rope()
-    except Exception as error:
-        reason = str(error).strip().splitlines()[-1].strip()
-        raise PosSwapError(f"{new.scheme} is not a rope type of {kind(new.anatomy.model)}: {reason}") from error
 
 
 def _refuse_unread(

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 from .errors import PosSwapError, nearest
-from .sites import EmbedChange, EmbedGeometry, RotaryChange, RotaryGeometry
+from .sites import BiasChange, BiasGeometry, EmbedChange, EmbedGeometry, RotaryChange, RotaryGeometry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,8 @@ class Scheme:
     `name` is what users type, `sites` where the scheme puts something, `paper` its source. `keeps_function` is
     true of a scheme made to continue what a model trained with the same site already does; after any other swap
     the model must be recalibrated. `trainable`: what it puts into a model's own table takes gradients; of any
-    other scheme it is frozen.
+    other scheme it is frozen. `stacks`: it joins what the model has; nothing is silenced. `in_attention`: a rotary
+    scheme that the models' own rotary modules cannot carry.
     """
 
     name: ClassVar[str]
@@ -29,12 +30,17 @@ class Scheme:
     paper: ClassVar[str] = ""
     keeps_function: ClassVar[bool] = False
     trainable: ClassVar[bool] = False
+    stacks: ClassVar[bool] = False
+    in_attention: ClassVar[bool] = False
 
     def rotary(self, site: RotaryGeometry) -> RotaryChange:
         raise NotImplementedError(f"{self.name} puts nothing at the rotary site")
 
     def embed(self, site: EmbedGeometry) -> EmbedChange:
         raise NotImplementedError(f"{self.name} puts nothing at the embed site")
+
+    def bias(self, site: BiasGeometry) -> BiasChange:
+        raise NotImplementedError(f"{self.name} puts nothing at the bias site")
 
     @property
     def recomputable(self) -> bool:

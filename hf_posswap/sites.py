@@ -2,17 +2,18 @@
 
 Letters used for shapes in this package:
     B batch, S sequence, P positions (rows of a table), H heads, D dimension of one head,
-    R rotated dimensions of one head (R <= D), E dimension of the embedding a table is added to.
+    R rotated dimensions of one head (R <= D), E dimension of the embedding a table is added to,
+    Q queries and K keys of one call of attention (K > Q where a cache holds the keys before).
 
-A model has up to three sites. An anatomy measures each one it finds (`RotaryGeometry`, `EmbedGeometry`); a
-scheme answers with what belongs there (`RotaryChange`, `EmbedChange`), or with None. Neither side knows the
-other: patching carries the question and installs the answer.
+A model has up to three sites. An anatomy measures each one it finds (`RotaryGeometry`, `EmbedGeometry`,
+`BiasGeometry`); a scheme answers with what belongs there (`RotaryChange`, `EmbedChange`, `BiasChange`), or with None.
+Neither side knows the other: patching carries the question and installs the answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ class RotaryChange:
     `rope_parameters` go to the config as they are; `config_length` is the `max_position_embeddings` written
     beside them, and `config_original` the `original_max_position_embeddings`, where readers look for it there too;
     `length` is the longest sequence, in tokens, that the result is meant for (the two differ where
-    transformers keeps the trained length in the config: linear, dynamic).
+    transformers keeps the trained length in the config: linear, dynamic). `decay` is xPos's scale base, in tokens:
+    only a rotation done by this package inside attention has one.
     """
 
     rope_parameters: dict[str, Any]
@@ -57,6 +59,7 @@ class RotaryChange:
     length: int
     pairing: str | None = None
     config_original: int | None = None
+    decay: float | None = None
 
 
 @dataclass(frozen=True)
@@ -89,3 +92,40 @@ class EmbedChange:
     vectors: Callable[[Tensor], Tensor]
     length: int
     grid: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class BiasGeometry:
+    """The attention logits of a model: H `heads`, `length` trained tokens, `causal` where keys never follow queries."""
+
+    heads: int
+    length: int
+    causal: bool
+
+
+Tensors = Mapping[str, "Tensor"]
+
+
+@dataclass(frozen=True)
+class BiasChange:
+    """What a scheme puts on the attention logits.
+
+    `parameters` are learned, `constants` are not; float32 both, and handed by name to the functions below. Places are
+    indices in the cache (of the sequence, without one), integers; positions count from the start of a document.
+
+    `bias(tensors, distance)`: additive terms (H, ...) at distances key - query, integers of any shape (...).
+    `placed(tensors, distance, position)`: the same for terms that also depend on the query's position;
+    distance (..., Q, K), position (..., Q, 1), result (..., H, Q, K).
+    `factors(tensors, keys)`: for causal models, the bias up to a constant per row as a short sum of products:
+    left (H, r), right (K, r) at the key places `keys` (K,).
+    `temperature(position)`: a multiplier of the logits, any shape (...).
+    `shared`: one set of parameters for all layers, else one for each.
+    """
+
+    bias: Callable[[Tensors, Tensor], Tensor] | None = None
+    placed: Callable[[Tensors, Tensor, Tensor], Tensor] | None = None
+    factors: Callable[[Tensors, Tensor], tuple[Tensor, Tensor]] | None = None
+    temperature: Callable[[Tensor], Tensor] | None = None
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    shared: bool = True

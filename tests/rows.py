@@ -21,7 +21,8 @@ class Row:
 
     native: stock transformers reloads it. undoable: an undo survives a reload. length: tokens at which the effect
     is looked for. exact_cache: decode equals a full forward. static: no frequency depends on the length. compiles:
-    to one graph, where it is static. recalibrate: warns.
+    to one graph, where it is static. recalibrate: warns. keeps_table: a learned table stays as it was. flex: checked
+    on FlexAttention too (seconds to compile).
     """
 
     scheme: str
@@ -34,6 +35,8 @@ class Row:
     static: bool = True
     compiles: bool = True
     recalibrate: bool = False
+    keeps_table: bool = False
+    flex: bool = False
 
     @property
     def anatomy(self) -> Family:
@@ -187,6 +190,49 @@ MORE_TABLE_ROWS = [
     Row("learned", "vit", {"image_size": 48}, undoable=False),
     Row("learned", "vit", {"image_size": (48, 64), "init": "tile"}, undoable=False),
 ]
-ROWS = ROTARY_ROWS + SILENT_ROWS + ADDED_ROWS + TABLE_ROWS + MORE_TABLE_ROWS
+IN_ATTENTION = {
+    "alibi": {},
+    "alibi learnable": {"learnable": True},
+    "t5": {},
+    "t5 per layer": {"num_buckets": 16, "max_distance": 20, "per_layer": True},
+    "kerple": {},
+    "kerple power": {"kernel": "power", "per_layer": False},
+    "fire": {"init_L": 8},
+    "sandwich": {"dim": 32},
+    "xpos": {"scale_base": 16},
+    "rope": {},
+    "yarn": {"factor": 4},
+    "logn": {"clip": False},
+}
+ROTARY_FAMILIES = ("llama", "gemma3", "gpt_neox", "modernbert")
+
+
+def in_attention(names: str, family: str, **flags: Any) -> list[Row]:
+    """Rows of `IN_ATTENTION` on one family; a learned table or bias that was silenced is gone from a checkpoint."""
+    rows = []
+    for name in names.split(", "):
+        stacks = name == "logn"
+        undoable = stacks or family in ROTARY_FAMILIES
+        more = {"native": False, "undoable": undoable, "recalibrate": not stacks, "keeps_table": stacks}
+        rows.append(Row(name.split()[0], family, IN_ATTENTION[name], **more | flags))
+    return rows
+
+
+EVERY_BIAS = "alibi, alibi learnable, t5, t5 per layer, kerple, kerple power, sandwich"
+ATTENTION_ROWS = [
+    *in_attention("alibi, t5, fire, xpos", "llama", flex=True),
+    *in_attention("alibi learnable, t5 per layer, kerple, kerple power, sandwich, logn", "llama"),
+    *in_attention("alibi, t5, kerple, fire, xpos, logn", "gemma3"),
+    *in_attention("alibi, t5, kerple, fire, sandwich, xpos, logn", "gpt_neox"),
+    *in_attention(f"{EVERY_BIAS}, fire, xpos, rope, yarn, logn", "gpt2"),
+    *in_attention("alibi, t5, kerple, fire, sandwich, xpos, rope, yarn, logn", "opt"),
+    *in_attention("alibi, rope", "bert", flex=True),
+    *in_attention("alibi learnable, t5, t5 per layer, kerple, kerple power, sandwich, yarn", "bert"),
+    *in_attention("alibi, t5, kerple, sandwich, rope, yarn", "roberta"),
+    *in_attention("alibi, t5, kerple", "modernbert"),
+    *in_attention("alibi, rope", "electra"),
+    *in_attention("alibi, rope", "distilbert"),
+]
+ROWS = ROTARY_ROWS + SILENT_ROWS + ADDED_ROWS + TABLE_ROWS + MORE_TABLE_ROWS + ATTENTION_ROWS
 CAUSAL_ROWS = [row for row in ROWS if row.anatomy.causal]
 TEXT_ROWS = [row for row in ROWS if not row.anatomy.vision]

@@ -1,0 +1,257 @@
+"""The hand inside attention: the only file that names transformers' AttentionInterface and AttentionMaskInterface.
+
+One function stands in the interface under names of its own, `posswap_sdpa` beside `sdpa` and so on; no stock entry is
+touched. It does what is attached to the attention module that calls it, then calls the stock function; where nothing
+is attached it only calls the stock function. Where the tokens of a call stand is told by a hook before the module
+(`hand_places`), in the coordinates that transformers' own masks use: the index in the cache. Padding and packing move
+all tokens of a document by the same amount, so differences of such indices are distances.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from .errors import PosSwapError
+from .parts import given, with_argument
+from .relative import exact_parts, spread
+from .rotation import Rotation
+from .sites import BiasChange
+
+PREFIX = "posswap_"
+BACKENDS = ("eager", "sdpa", "flex_attention")
+ATTRIBUTE = "_posswap_attention"  # on an attention module: what its calls are to do
+PLACES = "posswap_places"  # the keyword that carries Places from the hook through the module to the function
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where one call's tokens stand: cache index of the first query and of the first key; whether keys are rotated."""
+
+    query: int | Tensor = 0
+    key: int | Tensor = 0
+    keys_rotated: bool = False
+
+
+class Attached(nn.Module):
+    """What a scheme puts inside attention: its learned parameters, its constants, and the functions that read them.
+
+    Everything is float32 and stays so whatever the model is cast to. Constants are no buffers: they have values on a
+    model that has none yet, and no checkpoint holds them.
+    """
+
+    def __init__(self, change: BiasChange | None = None, rotation: Rotation | None = None, causal: bool = True) -> None:
+        super().__init__()
+        self.change, self.rotation, self.causal = change, rotation, causal
+        self.constants = {} if change is None else dict(change.constants)
+        if change is not None:
+            self.change = copy.copy(change)
+            object.__setattr__(self.change, "parameters", {})  # they live below from now on
+            for name, value in change.parameters.items():
+                self.register_parameter(name, nn.Parameter(value.clone().float()))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Move, never cast."""
+
+        def keep(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        def follow(tensor: Tensor) -> Tensor:  # fn may also empty or cast what it moves: ask it for the device only
+            device = fn(torch.empty(0, device=tensor.device)).device
+            return tensor if device.type == "meta" else tensor.to(device)
+
+        self.constants = {name: follow(value) for name, value in self.constants.items()}
+        if self.rotation is not None:
+            self.rotation = self.rotation.move(follow)
+        return super()._apply(keep, recurse)
+
+    def tensors(self, device: torch.device) -> dict[str, Tensor]:
+        return {name: t.to(device) for name, t in [*self._parameters.items(), *self.constants.items()]}
+
+    def dense(self, query: Tensor, key: Tensor, places: Places, positions: Tensor | None) -> Tensor:
+        """The additive bias, (1, H, Q, K) or (B, H, Q, K), in the queries' dtype."""
+        queries, keys, device = query.shape[2], key.shape[2], query.device
+        tensors = self.tensors(device)
+        if self.change.placed is None:
+            distance = torch.arange(1 - queries, keys, device=device) + (places.key - places.query)
+            return spread(self.change.bias(tensors, distance), queries, keys)[None].to(query.dtype)
+        q = torch.arange(queries, device=device) + places.query
+        k = torch.arange(keys, device=device) + places.key
+        position = (q[None] if positions is None else positions.to(device))[..., None]
+        return self.change.placed(tensors, (k - q[:, None])[None], position).to(query.dtype)
+
+    def extended(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
+        """The bias as extra dimensions of q and k, (..., D) -> (..., D + r): no (Q, K) tensor, on any kernel.
+
+        A row's softmax ignores what is the same for all its keys, so slope * (k - q) needs only slope * k:
+            q' = [q | slope / scaling]    k' = [k | place]    q' k' * scaling = q k * scaling + slope * place
+        Kernels multiply in the dtype of q and add in float32: in bf16 each factor is a sum of exact parts.
+        """
+        tensors, dtype = self.tensors(query.device), query.dtype
+        left, right = self.change.factors(tensors, torch.arange(key.shape[2], device=query.device))
+        lefts = exact_parts(left / scaling, dtype, 3)
+        rights = exact_parts(right, dtype, 2)
+        columns = torch.cat([a for a in lefts for _ in rights], dim=-1)  # (H, r)
+        rows = torch.cat([b for _ in lefts for b in rights], dim=-1)  # (K, r)
+        if query.device.type != "cpu":  # fused kernels there want whole multiples of 8
+            spare = -(query.shape[-1] + columns.shape[-1]) % 8
+            columns, rows = (nn.functional.pad(t, (0, spare)) for t in (columns, rows))
+        extra = columns.shape[-1]
+        query = torch.cat((query, columns[None, :, None].expand(*query.shape[:-1], extra)), dim=-1)
+        key = torch.cat((key, rows.expand(*key.shape[:-1], extra)), dim=-1)
+        return query, key, nn.functional.pad(value, (0, query.shape[-1] - value.shape[-1]))
+
+
+class RotatedKeys:
+    """A cache as one attention module sees it for one call: what it writes there is rotated first.
+
+    Keys are turned once, when they are written; nothing is done to those already in the cache.
+    """
+
+    def __init__(self, cache: Cache, rotation: Rotation, first: int | Tensor) -> None:
+        self.cache, self.rotation, self.first = cache, rotation, first
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.cache.update(self.rotation(key, self.first, is_key=True), value, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["cache"], name)
+
+
+def hand_places(
+    module: nn.Module, args: tuple, kwargs: dict, *, names: tuple[str, ...], attached: Attached
+) -> tuple[tuple, dict]:
+    """Before an attention module: tell its attention function where queries and keys stand."""
+    implementation = module.config._attn_implementation
+    if implementation not in NAMES:
+        raise PosSwapError(
+            f"config._attn_implementation={implementation!r} was set directly and would drop the installed positions; "
+            "use model.set_attn_implementation"
+        )
+    call = given(names, args, kwargs)
+    name = next((name for name, value in call.items() if isinstance(value, Cache)), None)
+    if name is None:
+        return args, kwargs | {PLACES: Places()}
+    cache = call[name]
+    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    query = own.get_query_offset(module.layer_idx)
+    if isinstance(query, Tensor):
+        query = query.clone()  # a static cache counts on in place
+    key = own.get_mask_sizes(call["hidden_states"].shape[1], module.layer_idx)[1]
+    if attached.rotation is not None:
+        rotated = RotatedKeys(own, attached.rotation, query)
+        if own is not cache:
+            rotated, around = copy.copy(cache), rotated
+            rotated.self_attention_cache = around
+        args, kwargs = with_argument(names, args, kwargs, name, rotated)
+    return args, kwargs | {PLACES: Places(query, key, attached.rotation is not None)}
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    backend: str,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """An attention function of transformers' interface; query (B, H, Q, D), key and value (B, H', K, D)."""
+    places: Places | None = kwargs.pop(PLACES, None)
+    forward = stock(module, backend)
+    if ATTRIBUTE not in module.__dict__:
+        return forward(module, query, key, value, attention_mask, **kwargs)
+    if places is None:
+        raise PosSwapError(f"{type(module).__name__} dropped the keyword {PLACES!r}; its positions cannot be installed")
+    (attached,) = module.__dict__[ATTRIBUTE]
+    change, rotation = attached.change, attached.rotation
+    if rotation is not None:
+        query = rotation(query, places.query, is_key=False)
+        key = key if places.keys_rotated else rotation(key, places.key, is_key=True)
+    if change is None:
+        return forward(module, query, key, value, attention_mask, **kwargs)
+    positions = kwargs.get("position_ids")
+    if change.temperature is not None:
+        count = torch.arange(query.shape[2], device=query.device)[None] + places.query
+        factor = change.temperature(count if positions is None else positions)
+        query = query * factor[:, None, :, None].to(query.dtype)
+    if change.bias is None and change.placed is None:
+        return forward(module, query, key, value, attention_mask, **kwargs)
+    if change.factors is not None and backend == "sdpa" and query.shape[2] > 1:  # one query: its bias is small
+        scaling, width = kwargs.pop("scaling", None), value.shape[-1]
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        query, key, value = attached.extended(query, key, value, scaling)
+        output, weights = forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return output[..., :width], weights
+    bias = attached.dense(query, key, places, positions)
+    if kwargs.get("position_bias") is not None:  # the model's own, silenced
+        bias = bias + kwargs["position_bias"]
+    kwargs["position_bias"] = None
+    if backend == "eager":
+        if attention_mask is not None:
+            lowest = torch.finfo(query.dtype).min  # a row without keys must not become -inf everywhere
+            bias = (attention_mask[..., : key.shape[2]] + bias).clamp(min=lowest)
+        return forward(module, query, key, value, bias, **kwargs)
+    if backend == "flex_attention":
+        bias = bias.expand(query.shape[0], -1, -1, -1)
+    kwargs["position_bias"] = bias
+    return forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def stock(module: nn.Module, backend: str) -> Callable:
+    """The function that the module's own file would call for a backend."""
+    home = sys.modules[type(module).__module__]
+    return home.ALL_ATTENTION_FUNCTIONS.get_interface(backend, home.eager_attention_forward)
+
+
+NAMES = {f"{PREFIX}{backend}": backend for backend in BACKENDS}
+for _name, _backend in NAMES.items():
+    AttentionInterface.register(_name, partial(attend, backend=_backend))
+    AttentionMaskInterface.register(_name, ALL_MASK_ATTENTION_FUNCTIONS[_backend])
+
+
+def check_backend(implementation: Any, scheme: str) -> str:
+    """The backend under an implementation's name. Raises PosSwapError for one that cannot carry a scheme."""
+    backend = NAMES.get(implementation, implementation) if isinstance(implementation, str) else implementation
+    if backend not in BACKENDS:
+        raise PosSwapError(
+            f"attn_implementation={implementation!r} cannot carry {scheme}; choose one of: {', '.join(BACKENDS)}"
+        )
+    return backend
+
+
+def set_implementation(model: nn.Module, attn_implementation: Any, *, scheme: str, **kwargs: Any) -> None:
+    """A patched model's `set_attn_implementation`: the scheme moves to the new backend, or the call is refused."""
+    if isinstance(attn_implementation, dict):
+        names = {key: PREFIX + check_backend(value, scheme) for key, value in attn_implementation.items()}
+    else:
+        names = PREFIX + check_backend(attn_implementation, scheme)
+    type(model).set_attn_implementation(model, names, **kwargs)
+
+
+@dataclass
+class Route:
+    """An edit: attention goes through this package, on the backend that the model has then; swapped again, past it."""
+
+    modules: list[nn.Module] = field(default_factory=list)
+    where: str = ""
+
+    def swap(self) -> None:
+        for config in {id(m.config): m.config for m in self.modules}.values():
+            now = config._attn_implementation
+            config._attn_implementation_internal = NAMES.get(now, f"{PREFIX}{now}")
+
+    def __str__(self) -> str:
+        return f"{self.where}: attention goes through {__name__}"

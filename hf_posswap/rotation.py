@@ -1,0 +1,55 @@
+"""Pure rotation of queries and keys by their place, for attention that had none. No state, no transformers.
+
+Halves pairing: dimension i turns with i + R / 2,
+    before  [a_0 a_1 | b_0 b_1 | rest]        after  [a cos - b sin | b cos + a sin | rest]
+interleaved: dimension 2i turns with 2i + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """Angles place * frequencies (R/2,), `scale` on q and k each; `decay` is xPos's scale base around `centre`."""
+
+    frequencies: Tensor
+    scale: float = 1.0
+    interleaved: bool = False
+    decay: float | None = None
+    centre: int = 0
+
+    def move(self, to: Callable[[Tensor], Tensor]) -> Rotation:
+        return Rotation(to(self.frequencies), self.scale, self.interleaved, self.decay, self.centre)
+
+    def __call__(self, x: Tensor, first: int | Tensor, is_key: bool) -> Tensor:
+        """x (B, H, S, D) at the places first, first + 1, ... -> the same shape, rotated in float32."""
+        places = torch.arange(x.shape[-2], device=x.device) + first
+        frequencies = self.frequencies.to(x.device)
+        angle = places[:, None].float() * frequencies  # (S, R/2)
+        cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
+        if self.decay is not None:
+            size = self._decay(places - self.centre, is_key)
+            cos, sin = cos * size, sin * size
+        half = frequencies.shape[-1]
+        turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+        if self.interleaved:
+            a, b = turned[..., 0::2], turned[..., 1::2]
+            rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+        else:
+            a, b = turned[..., :half], turned[..., half:]
+            rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
+
+    def _decay(self, places: Tensor, is_key: bool) -> Tensor:
+        """zeta_i^(n / decay) on queries and its inverse on keys (xPos, eq. 14): (S, R/2)."""
+        half = self.frequencies.shape[-1]
+        zeta = (torch.arange(half, device=places.device) / half + 0.4) / 1.4
+        power = places[:, None].float() / self.decay
+        return zeta ** (-power if is_key else power)

@@ -1,0 +1,54 @@
+"""alibi - Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation, https://arxiv.org/abs/2108.12409"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..errors import PosSwapError
+from ..scheme import Scheme
+from ..sites import BIAS, BiasChange, BiasGeometry, Tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alibi(Scheme):
+    """Every logit is lowered by slope * distance: slope * (k - q) in causal models, -slope * |q - k| in encoders.
+
+    slopes: one number per head (the paper's where None). learnable: the slopes are trained.
+    """
+
+    name = "alibi"
+    paper = "https://arxiv.org/abs/2108.12409"
+    sites: ClassVar = frozenset({BIAS})
+
+    slopes: tuple[float, ...] | None = None
+    learnable: bool = False
+
+    def __post_init__(self) -> None:
+        self.check_choice("learnable", (False, True))
+        if self.slopes is not None and not all(type(s) in (int, float) and 0 <= s < float("inf") for s in self.slopes):
+            raise self.refuse("slopes", "are not finite numbers >= 0")
+
+    def bias(self, site: BiasGeometry) -> BiasChange:
+        import torch
+
+        from ..relative import alibi_slopes
+
+        slopes = self.slopes or alibi_slopes(site.heads)
+        if len(slopes) != site.heads:
+            raise PosSwapError(f"alibi: slopes holds {len(slopes)} numbers and this model has {site.heads} heads")
+        tensors = {"slopes": torch.tensor(slopes, dtype=torch.float32)}
+        return BiasChange(
+            bias=self.lowered,
+            factors=self.factors if site.causal else None,
+            **{"parameters" if self.learnable else "constants": tensors},
+        )
+
+    @staticmethod
+    def lowered(tensors: Tensors, distance):
+        """(H, ...): in a causal model every key is at a distance <= 0, so one form serves both."""
+        return -tensors["slopes"].reshape(-1, *[1] * distance.dim()) * distance.abs()
+
+    @staticmethod
+    def factors(tensors: Tensors, keys):
+        return tensors["slopes"][:, None], keys[:, None].float()
