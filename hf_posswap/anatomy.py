@@ -204,13 +204,18 @@ def find_rotary(model: PreTrainedModel) -> RotarySite | None:
     if not modules or getattr(config, "alibi", False):  # Falcon builds its rotary module even where ALiBi is used
         return None
     first = next(iter(modules.values()))
-    for path, module in model.named_modules():
-        if type(module) is type(first) and module.config is not config:
-            raise PosSwapError(f"{kind(model)}: the rotary module at {path} reads a config of its own, not the model's")
     layer_types = tuple(
         sorted(n[: -len("_original_inv_freq")] for n in first._buffers if n.endswith("_original_inv_freq"))
     )
     return RotarySite(modules, config, layer_types)
+
+
+def refuse_foreign_rotary(model: PreTrainedModel, site: RotarySite) -> None:
+    """Raise where a rotary module of the same kind reads a config that is not the model's: it would stay behind."""
+    kinds = {type(module) for module in site.modules.values()}
+    for path, module in model.named_modules():
+        if type(module) in kinds and module.config is not site.config:
+            raise PosSwapError(f"{kind(model)}: the rotary module at {path} reads a config of its own, not the model's")
 
 
 def find_table(model: PreTrainedModel) -> TableSite | None:

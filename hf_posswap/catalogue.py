@@ -10,7 +10,7 @@ from .sites import BIAS, EMBED, ROTARY
 
 STORED = {
     frozenset(): "native where transformers has a switch for it, else portable",
-    frozenset({ROTARY}): "native",
+    frozenset({ROTARY}): "native on a rotary model, else portable",
     frozenset({EMBED}): "native on a model with a table, else portable",
     frozenset({BIAS}): "portable",
 }
@@ -41,10 +41,17 @@ def _row(cls: type[Scheme]) -> list[str]:
         f"[{title}]({link})",
         " + ".join(sorted(cls.sites)) or "none",
         ", ".join(_parameter(field) for field in fields(cls)) or "none",
-        STORED.get(cls.sites, "portable"),
-        "the table" if cls.trainable else "nothing",
+        "portable" if cls.in_attention else STORED.get(cls.sites, "portable"),
+        _trained(cls),
         "no" if cls.keeps_function else "yes",
     ]
+
+
+def _trained(cls: type[Scheme]) -> str:
+    """What optimisers move: the model's own table, or what a bias scheme adds to every model."""
+    if cls.trainable:
+        return "the table"
+    return cls.learns or "nothing"
 
 
 def _parameter(field) -> str:

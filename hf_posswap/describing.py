@@ -326,7 +326,8 @@ class _TextSubject(_Subject):
     def order(self) -> float:
         count = len(self.ids) - 1 if self.causal else len(self.ids)
         permutation = torch.arange(len(self.ids), device=self.ids.device)
-        permutation[:count] = permutation[:count].flip(0)
+        # no reversal: a symmetric bias cannot tell one
+        permutation[:count] = torch.randperm(count, generator=torch.Generator().manual_seed(1)).to(permutation.device)
         layer = 0 if self.causal else 1
         straight, permuted = self.states(self.ids)[layer], self.states(self.ids[permutation])[layer]
         return _relative(permuted[-1], straight[-1]) if self.causal else _relative(permuted, straight[permutation])

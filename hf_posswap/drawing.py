@@ -36,14 +36,11 @@ STYLES = ("-", "-.", (0, (1, 1)))
 
 def draw(name: str) -> Any:
     """A matplotlib figure of one scheme. Raises NotImplementedError for a site that has no picture."""
-    variants = [_variant(name, params) for params in VARIANTS.get(name, EXAMPLE)]
     sites = registry()[name].sites
-    if sites <= {ROTARY}:
-        figure = _draw_rotary(variants)
-    elif sites == {EMBED}:
-        figure = _draw_tables(variants)
-    else:
-        raise NotImplementedError(f"{name}: no picture for {', '.join(sorted(sites))}")
+    if registry()[name].in_attention or not (sites <= {ROTARY} or sites == {EMBED}):
+        raise NotImplementedError(f"{name}: no picture for {', '.join(sorted(sites))} inside attention")
+    variants = [_variant(name, params) for params in VARIANTS.get(name, EXAMPLE)]
+    figure = _draw_rotary(variants) if sites <= {ROTARY} else _draw_tables(variants)
     figure.suptitle(name, fontweight="bold")
     return figure
 

@@ -14,10 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from . import parts
-from .anatomy import Anatomy, RotarySite, TableSite, examine, find_pairing, follows_rotary_contract, kind
+from .anatomy import (
+    Anatomy,
+    RotarySite,
+    TableSite,
+    examine,
+    find_pairing,
+    follows_rotary_contract,
+    kind,
+    refuse_foreign_rotary,
+)
 from .edits import ABSENT, Hook, Replace, same
 from .errors import PosSwapError
-from .planning_attention import install_attention
 from .positions import root_mean_square
 from .record import FOREIGN_ROPE_TYPE, KEY, NATIVE, PORTABLE, Record, config_values, owner_of
 from .scheme import Scheme
@@ -104,6 +112,8 @@ def plan(
     `recalled` is the record of a checkpoint: its numbers are used instead of measuring the model again.
     """
     anatomy = examine(model)
+    if anatomy.rotary is not None:
+        refuse_foreign_rotary(model, anatomy.rotary)
     configs: dict[int, Any] = {}
     new = Plan(anatomy, scheme, copy.deepcopy(model.config, configs), configs=configs)
     new.source = model.config.name_or_path
@@ -149,6 +159,8 @@ def _plan_sites(new: Plan, scheme: Scheme) -> None:
     if EMBED in scheme.sites - native:
         _install_addition(new, scheme)
     if in_attention:
+        from .planning_attention import install_attention  # imports transformers' modeling code, seconds of it
+
         install_attention(new, scheme, in_attention)
 
 

@@ -22,7 +22,7 @@ class Scheme:
     true of a scheme made to continue what a model trained with the same site already does; after any other swap
     the model must be recalibrated. `trainable`: what it puts into a model's own table takes gradients; of any
     other scheme it is frozen. `stacks`: it joins what the model has; nothing is silenced. `in_attention`: a rotary
-    scheme that the models' own rotary modules cannot carry.
+    scheme that the models' own rotary modules cannot carry. `learns`: the parameters it adds to a model, in words.
     """
 
     name: ClassVar[str]
@@ -32,6 +32,7 @@ class Scheme:
     trainable: ClassVar[bool] = False
     stacks: ClassVar[bool] = False
     in_attention: ClassVar[bool] = False
+    learns: ClassVar[str] = ""
 
     def rotary(self, site: RotaryGeometry) -> RotaryChange:
         raise NotImplementedError(f"{self.name} puts nothing at the rotary site")

@@ -41,6 +41,13 @@ TRIED = {
     "ntk-by-parts": {"factor": 4},
     "llama3": {"factor": 4},
     "proportional": {"partial_rotary_factor": 0.5},
+    "xpos": {},
+    "alibi": {},
+    "t5": {},
+    "kerple": {},
+    "fire": {},
+    "sandwich": {},
+    "logn": {},
     "sinusoidal": {},
     "learned": {"factor": 4},
 }
@@ -114,8 +121,9 @@ def families() -> str:
     from hf_posswap import patch_model
     from hf_posswap.patching import record_of
     from tests.families import FAMILIES
+    from tests.rows import ROWS
 
-    marks = {"native": "native", "portable": "portable"}
+    proven = {(row.scheme, row.family) for row in ROWS}
     lines = [f"| | {' | '.join(f'`{s}`' for s in TRIED)} |", "|---|" + "---|" * len(TRIED)]
     for name, family in FAMILIES.items():
         cells = []
@@ -125,11 +133,15 @@ def families() -> str:
                 warnings.simplefilter("ignore")
                 try:
                     patch_model(model, scheme, **params)
-                    cells.append(marks[record_of(model).storage])
+                    cells.append(record_of(model).storage if (scheme, name) in proven else "(accepted)")
                 except PosSwapError:
                     cells.append("-")
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    note = "native: stock transformers reloads it. portable: `hf_posswap.from_pretrained` does. -: refused, saying why."
+    note = (
+        "Every native or portable pair obeys the laws in `tests/test_laws.py`. native: stock transformers reloads it. "
+        "portable: `hf_posswap.from_pretrained` does. (accepted): it patches, and no law row proves it yet. "
+        "-: refused, saying why."
+    )
     return "\n".join([*lines, "", note])
 
 

@@ -184,7 +184,7 @@ MORE_TABLE_ROWS = [
         for row in (
             Row("sinusoidal", family, {"max_positions": 80, "init": "fit"}, recalibrate=True, **RESIZED),
             Row("learned", family, {"max_positions": 80, "init": "fit"}, **RESIZED),
-            Row("learned", family, {"max_positions": 80, "init": "random", "seed": 3}, **RESIZED),
+            Row("learned", family, {"max_positions": 80, "init": "random", "init_seed": 3}, **RESIZED),
         )
     ],
     Row("learned", "vit", {"image_size": 48}, undoable=False),

@@ -98,7 +98,7 @@ def heads_of(hidden: np.ndarray, weight: torch.Tensor, bias, dim: int) -> np.nda
         ("yarn", {"factor": 4}, oracles.yarn, "halves"),
         ("llama3", {"factor": 4}, oracles.llama3, "halves"),
     ],
-    ids=str,
+    ids=lambda value: value.__name__ if callable(value) else str(value),
 )
 def test_rotation_on_a_model_that_had_none(scheme, params, oracle, pairing):
     """BERT's attention from its embeddings up, without its table, against complex arithmetic."""

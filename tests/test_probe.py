@@ -13,7 +13,8 @@ from .conftest import by_id
 from .families import FAMILIES, tokens
 from .rows import ROWS, Row, logits
 
-RELATIVE = [r for r in ROWS if r.scheme not in ("nope", "sinusoidal", "learned")]
+# fire divides distances by the place of the query, and logn's temperature is that place's: both know where they are
+RELATIVE = [r for r in ROWS if r.scheme not in ("nope", "sinusoidal", "learned", "fire", "logn")]
 ABSOLUTE = [r for r in ROWS if r.scheme in ("sinusoidal", "learned") and not r.anatomy.vision]
 
 

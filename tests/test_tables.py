@@ -18,7 +18,7 @@ def table(model) -> torch.Tensor:
 def test_drawn_rows_scatter_as_the_old_ones_and_follow_the_seed():
     old = table(FAMILIES["bert"].build())
     first, again, other = (
-        table(patch_model(FAMILIES["bert"].build(), "learned", max_positions=2048, init="random", seed=seed))
+        table(patch_model(FAMILIES["bert"].build(), "learned", max_positions=2048, init="random", init_seed=seed))
         for seed in (1, 1, 2)
     )
     assert torch.equal(first[:LENGTH], old)

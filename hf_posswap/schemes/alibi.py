@@ -20,6 +20,7 @@ class Alibi(Scheme):
     name = "alibi"
     paper = "https://arxiv.org/abs/2108.12409"
     sites: ClassVar = frozenset({BIAS})
+    learns: ClassVar = "its slopes, with learnable=True"
 
     slopes: tuple[float, ...] | None = None
     learnable: bool = False

@@ -21,6 +21,7 @@ class Fire(Scheme):
     name = "fire"
     paper = "https://arxiv.org/abs/2310.04418"
     sites: ClassVar = frozenset({BIAS})
+    learns: ClassVar = "its network"
 
     mlp_width: int = 32
     init_L: int = 512

@@ -22,6 +22,7 @@ class Kerple(Scheme):
     name = "kerple"
     paper = "https://arxiv.org/abs/2205.09921"
     sites: ClassVar = frozenset({BIAS})
+    learns: ClassVar = "its two parameters a head"
 
     kernel: str = "log"
     per_layer: bool = True

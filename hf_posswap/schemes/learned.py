@@ -20,8 +20,8 @@ class Learned(Scheme):
     max_positions, target_length: tokens (patches, on an image model: a square grid). factor: times the present
     length. image_size: pixels, one number or (height, width), on image models. init: how the new rows come from
     the old: `interpolate` (linear in text, bicubic on a grid), `tile`; in text also `hierarchical` (Su 2020), `fit`
-    (the continuation of a sinusoid fitted to the old rows) and `random` (drawn as the old rows scatter, by `seed`).
-    All but `interpolate` keep the old rows.
+    (the continuation of a sinusoid fitted to the old rows) and `random` (drawn as the old rows scatter, by
+    `init_seed`). All but `interpolate` keep the old rows.
     """
 
     name = "learned"
@@ -35,16 +35,18 @@ class Learned(Scheme):
     factor: float | None = None
     image_size: int | tuple[int, int] | None = None
     init: str = "interpolate"
-    seed: int | None = None
+    init_seed: int | None = None
 
     def __post_init__(self) -> None:
         self.check_count("max_positions")
         self.check_count("target_length")
         self.check_number("factor", at_least=1)
         self.check_choice("init", INITS)
-        if self.seed is not None and (self.init != "random" or isinstance(self.seed, bool) or self.seed < 0):
-            raise self.refuse("seed", "is not a natural number beside init='random'")
-        sizes = {k: v for k, v in self.given().items() if k not in ("init", "seed")}
+        if self.init_seed is not None and (
+            self.init != "random" or isinstance(self.init_seed, bool) or self.init_seed < 0
+        ):
+            raise self.refuse("init_seed", "is not a natural number beside init='random'")
+        sizes = {k: v for k, v in self.given().items() if k not in ("init", "init_seed")}
         if len(sizes) != 1:
             raise PosSwapError(
                 f"learned: give exactly one of max_positions, target_length, factor, image_size; got {sizes or 'none'}"
@@ -68,7 +70,7 @@ class Learned(Scheme):
             raise PosSwapError(
                 f"learned: init='hierarchical' reaches {site.length**2} positions from {site.length}, not {length}"
             )
-        options = {} if self.seed is None else {"seed": self.seed}
+        options = {} if self.init_seed is None else {"seed": self.init_seed}
         table = _tables.resized(self.init, site.table, length, **options)
         return EmbedChange(partial(_tables.lookup, table), length=length)
 

@@ -23,6 +23,7 @@ class T5(Scheme):
     name = "t5"
     paper = "https://arxiv.org/abs/1910.10683"
     sites: ClassVar = frozenset({BIAS})
+    learns: ClassVar = "its buckets"
 
     num_buckets: int = 32
     max_distance: int = 128
