@@ -249,7 +249,7 @@ def rotary_geometry(anatomy: Anatomy, layer_type: str | None, pairing: bool = Fa
 
 def has_second_factor(anatomy: Anatomy) -> bool:
     """Whether attention multiplies its softmax by a factor of YaRN that it derives itself: it is built and asked."""
-    site, model = anatomy.rotary, anatomy.model
+    site = anatomy.rotary
     if site.layer_types:
         return False
     plain, scaled = copy.deepcopy(site.config), copy.deepcopy(site.config)
@@ -260,11 +260,11 @@ def has_second_factor(anatomy: Anatomy) -> bool:
         "mscale_all_dim": 1.0,
         "original_max_position_embeddings": site.config.max_position_embeddings,
     }
-    attention = next((m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int)), None)
-    if attention is None:
+    layer = anatomy.layers()[1][0]
+    try:
+        return any("scaling" in changes for changes in _derived(type(layer), 0, plain, scaled).values())
+    except (AttributeError, KeyError, TypeError):  # a layer that cannot be built for yarn has no factor of it
         return False
-    derived = _derived(type(attention), attention.layer_idx, plain, scaled)
-    return any("scaling" in changes for changes in derived.values())
 
 
 def _install_rotary(new: Plan, scheme: Scheme) -> None:
