@@ -114,6 +114,8 @@ def plan(
     anatomy = examine(model)
     if anatomy.rotary is not None:
         refuse_foreign_rotary(model, anatomy.rotary)
+        if getattr(anatomy.config, "max_position_embeddings", None) is None:
+            raise PosSwapError(f"{scheme}: the config of {kind(model)} does not say the trained length")
     configs: dict[int, Any] = {}
     new = Plan(anatomy, scheme, copy.deepcopy(model.config, configs), configs=configs)
     new.source = model.config.name_or_path
@@ -269,8 +271,6 @@ def has_second_factor(anatomy: Anatomy) -> bool:
 
 def _install_rotary(new: Plan, scheme: Scheme) -> None:
     site = new.anatomy.rotary
-    if getattr(site.config, "max_position_embeddings", None) is None:
-        raise PosSwapError(f"{scheme}: the config of {kind(new.anatomy.model)} does not say the trained length")
     asks_pairing = getattr(scheme, "pairing", None) is not None
     layer_types = scaled_layer_types(site, scheme)
     _spell_out_head_dim(new)

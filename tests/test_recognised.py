@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import transformers
 
+from hf_posswap import PosSwapError, patch_model
+
 from .recognised import outcome
-from .zoo import model_types
+from .zoo import build, model_types
 
 RECORDED = json.loads((Path(__file__).parent.parent / "docs" / "recognised.json").read_text())
 SAMPLE = [
@@ -44,6 +46,12 @@ def test_every_type_is_patched_or_refused(model_type: str):
     if transformers.__version__ != RECORDED["summary"]["transformers"]:
         pytest.skip(f"recorded with transformers {RECORDED['summary']['transformers']}")
     check(model_type)
+
+
+def test_config_without_a_trained_length_is_refused_also_for_nope():
+    model = build("recurrent_gemma", "causal-lm")
+    with pytest.raises(PosSwapError, match="does not say the trained length"):
+        patch_model(model, "nope")
 
 
 def test_record_has_no_third_outcome():
