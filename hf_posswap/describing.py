@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from .anatomy import Anatomy, examine, follows_rotary_contract, kind, text_config
 from .edits import same
 from .patching import config_before, record_of
-from .planning import build, config_path, has_second_factor, plain_state, unscaled
+from .planning.plan import config_path, plain_state
+from .planning.rotary import build, has_second_factor, unscaled
 from .record import FOREIGN_ROPE_TYPE, NATIVE, PORTABLE, Record
 from .sites import BIAS, EMBED, ROTARY, EmbedGeometry, RotaryGeometry
 

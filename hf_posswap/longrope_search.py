@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from .anatomy import examine
 from .errors import PosSwapError
 from .patching import patch_model, patch_of, unpatch_model
-from .planning import rotary_geometry, scaled_layer_types
+from .planning.rotary import rotary_geometry, scaled_layer_types
 from .scheme import make_scheme
 
 STARTS = ("linear", "ntk", "yarn")

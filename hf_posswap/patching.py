@@ -12,15 +12,10 @@ from torch import nn
 from .anatomy import Anatomy, examine, kind
 from .edits import ABSENT, Journal, Replace
 from .errors import PosSwapError, RecalibrationWarning
-from .planning import (
-    Plan,
-    limit_edits,
-    pairing_edits,
-    plan,
-    rotary_edits,
-    rotary_geometry,
-    scaled_layer_types,
-)
+from .planning import plan
+from .planning.limits import limit_edits
+from .planning.plan import Plan
+from .planning.rotary import pairing_edits, rotary_edits, rotary_geometry, scaled_layer_types
 from .record import KEY, PORTABLE, Record, config_values, owner_of
 from .scheme import Scheme, make_scheme
 from .sites import BIAS, EMBED

@@ -11,7 +11,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_posswap import PosSwapError, from_pretrained, patch_model, unpatch_model
-from hf_posswap.planning import build
+from hf_posswap.planning.rotary import build
 
 from . import oracles
 from .families import FAMILIES, LENGTH, tokens

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..anatomy import find_rotary, find_table, kind, text_config
 from ..errors import PosSwapError
 from ..patching import record_of
-from ..planning import unscaled
+from ..planning.rotary import unscaled
 from . import report as reports
 from .protocols import Protocol, Window, make_protocol
 

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from . import attention, parts
-from .anatomy import TableSite, kind, text_config
-from .edits import ABSENT, Hook, Replace
-from .errors import PosSwapError
-from .record import PORTABLE
-from .rotation import Rotation
-from .scheme import Scheme
-from .sites import BIAS, ROTARY, BiasGeometry, RotaryGeometry
+from .. import attention, parts
+from ..anatomy import TableSite, kind, text_config
+from ..edits import ABSENT, Hook, Replace
+from ..errors import PosSwapError
+from ..record import PORTABLE
+from ..rotation import Rotation
+from ..scheme import Scheme
+from ..sites import BIAS, ROTARY, BiasGeometry, RotaryGeometry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .planning import Plan
+    from .plan import Plan
 
 # In a saved config transformers reads this key as the attention backend to use, and stops at a name it does not know.
 GUARD_KEY, GUARD = "attn_implementation", "hf_posswap"
@@ -138,7 +138,7 @@ def rotation_of(new: Plan, scheme: Scheme, site: AttentionSite, length: int) -> 
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    from .planning import unscaled
+    from .rotary import unscaled
 
     rotary, dim = new.anatomy.rotary, site.head_dim
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}

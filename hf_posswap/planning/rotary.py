@@ -1,35 +1,25 @@
-"""Planning: from a model and a scheme to a validated list of edits. Pure: the model is read, never touched."""
+"""Planning at the rotary site: the model's own rotary modules get other parameters, or stop turning."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from . import parts
-from .anatomy import (
-    Anatomy,
-    RotarySite,
-    TableSite,
-    examine,
-    find_pairing,
-    follows_rotary_contract,
-    kind,
-    refuse_foreign_rotary,
-)
-from .edits import ABSENT, Hook, Replace, same
-from .errors import PosSwapError
-from .positions import root_mean_square
-from .record import FOREIGN_ROPE_TYPE, KEY, NATIVE, PORTABLE, Record, config_values, owner_of
-from .scheme import Scheme
-from .sites import BIAS, EMBED, ROTARY, EmbedChange, EmbedGeometry, RotaryChange, RotaryGeometry
+from .. import parts
+from ..anatomy import Anatomy, RotarySite, find_pairing, follows_rotary_contract, kind
+from ..edits import ABSENT, Replace, same
+from ..errors import PosSwapError
+from ..record import FOREIGN_ROPE_TYPE, PORTABLE
+from ..scheme import Scheme
+from ..sites import RotaryChange, RotaryGeometry
+from .plan import Plan, plain_state, refuse_quantised
 
 # rope_parameters that belong to a context scaling; what is left is the un-scaled original
 SCALING_KEYS = frozenset(
@@ -39,160 +29,6 @@ SCALING_KEYS = frozenset(
 # rope_type -> whether the trained length is in the parameters (else it is the config's max_position_embeddings)
 SCALED_TYPES = {"linear": False, "dynamic": False, "yarn": True, "llama3": True, "longrope": True}
 UNSCALED_TYPES = ("default", "proportional")
-
-
-@dataclass
-class Plan:
-    """What a patch would do: print it. `edits` are in order; `config` is the model's own new config."""
-
-    anatomy: Anatomy
-    scheme: Scheme
-    config: Any
-    edits: list[Replace | Hook] = field(default_factory=list)
-    original: dict[str, Any] = field(default_factory=dict)
-    measured: dict[str, float] = field(default_factory=dict)
-    source: str = ""
-    storage: str = NATIVE
-    length: int = 0
-    notes: list[str] = field(default_factory=list)
-    configs: dict[int, Any] = field(default_factory=dict)
-    effective: bool = False
-    recalibrate: bool = False
-
-    @property
-    def text(self) -> Any:
-        """The new config of the text stack."""
-        return self.config.get_text_config()
-
-    def set_config(self, key: str, value: Any) -> None:
-        """Write a key of the new text config, and remember what was there."""
-        prefix = config_path(self.config, self.text)
-        old = getattr(self.anatomy.config, key, ABSENT)
-        if old != value:
-            self.original[f"{prefix}{key}"] = copy.deepcopy(old)
-            setattr(self.text, key, value)
-
-    def replace(self, owner: Any, name: str, value: Any, where: str = "") -> None:
-        """Plan an exchange; one that would change nothing is dropped."""
-        edit = Replace(owner, name, value, where)
-        if not same(edit.current, value):
-            self.edits.append(edit)
-
-    def record(self) -> Record:
-        return Record(
-            scheme=self.scheme.name,
-            params=self.scheme.given(),
-            storage=self.storage,
-            length=self.length,
-            original=self.original,
-            measured=self.measured,
-            source=self.source,
-        )
-
-    def __str__(self) -> str:
-        lines = [f"{kind(self.anatomy.model)} -> {self.scheme} ({self.storage}, {len(self.edits)} edits)"]
-        lines += [f"  config.{path}: {old!r} -> {self._new(path)!r}" for path, old in config_values(self.original)]
-        lines += [f"  {edit}" for edit in self.edits if not (isinstance(edit, Replace) and edit.is_idle)]
-        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
-
-    def _new(self, path: str) -> Any:
-        holder, name = owner_of(self.config, path)
-        return getattr(holder, name)
-
-
-def plan(
-    model: nn.Module,
-    scheme: Scheme,
-    tokenizer: Any = None,
-    processor: Any = None,
-    recalled: Record | None = None,
-) -> Plan:
-    """Everything `patch_model` would do, checked, in order. Raises PosSwapError if any of it cannot be done.
-
-    `recalled` is the record of a checkpoint: its numbers are used instead of measuring the model again.
-    """
-    anatomy = examine(model)
-    if anatomy.rotary is not None:
-        refuse_foreign_rotary(model, anatomy.rotary)
-        if getattr(anatomy.config, "max_position_embeddings", None) is None:
-            raise PosSwapError(f"{scheme}: the config of {kind(model)} does not say the trained length")
-    configs: dict[int, Any] = {}
-    new = Plan(anatomy, scheme, copy.deepcopy(model.config, configs), configs=configs)
-    new.source = model.config.name_or_path
-    if recalled is not None:
-        new.measured, new.source = dict(recalled.measured), recalled.source
-
-    with torch.device("cpu"):  # a caller may be building on the meta device, where there are no numbers to plan with
-        _plan_sites(new, scheme)
-    if not new.effective:
-        raise PosSwapError(f"{scheme} would change nothing on this {kind(model)}")
-    _refuse_invalid(new)
-    continues = (
-        scheme.keeps_function and (scheme.stacks or scheme.sites & anatomy.sites) and "pairing" not in new.original
-    )
-    new.recalibrate = not continues
-    if new.recalibrate:
-        new.notes.append(
-            f"{scheme.name} replaces the positions this model was trained with: fine-tune it before use (recalibrate)"
-        )
-    new.edits += limit_edits(model, new.text, new.length, tokenizer, processor)
-    setattr(new.config, KEY, new.record().to_dict())
-    return new
-
-
-def _plan_sites(new: Plan, scheme: Scheme) -> None:
-    """Silence and install, site by site."""
-    native = new.anatomy.sites
-    in_attention = scheme.sites & {BIAS}
-    if ROTARY in scheme.sites and (scheme.in_attention or ROTARY not in native):
-        in_attention |= {ROTARY}
-    replaced = (scheme.sites & native) - in_attention
-    silenced = frozenset() if replaced or scheme.stacks else native  # like for like leaves a model's other sites alone
-    if ROTARY in replaced:
-        _install_rotary(new, scheme)
-    if ROTARY in silenced:
-        _silence_rotary(new, must_be_portable=bool(scheme.sites))
-    if EMBED in replaced:
-        _install_table(new, scheme)
-    if EMBED in silenced:
-        _silence_table(new)
-    if BIAS in silenced:
-        _silence_bias(new)
-    if EMBED in scheme.sites - native:
-        _install_addition(new, scheme)
-    if in_attention:
-        from .planning_attention import install_attention  # imports transformers' modeling code, seconds of it
-
-        install_attention(new, scheme, in_attention)
-
-
-def _refuse_invalid(new: Plan) -> None:
-    """Raise where transformers' own check of a config, made at every save, does not let the new one pass."""
-    from huggingface_hub.errors import StrictDataclassError
-
-    try:
-        getattr(new.text, "validate", bool)()  # configs of remote code may have none
-    except StrictDataclassError as error:
-        reason = str(error.__cause__ or error).strip()
-        raise PosSwapError(
-            f"{new.scheme}: the config of a {kind(new.anatomy.model)} cannot hold it ({reason}): it could not be saved"
-        ) from error
-
-
-def config_path(config: Any, inner: Any) -> str:
-    """`` or `text_config.`: where a text stack's config lies in the model's."""
-    if inner is config:
-        return ""
-    for name in config.sub_configs:
-        child = getattr(config, name, None)
-        if child is inner:
-            return f"{name}."
-        if child is not None and child.sub_configs and (deeper := config_path(child, inner)):
-            return f"{name}.{deeper}"
-    return ""
-
-
-# --- rotary
 
 
 def unscaled(parameters: dict[str, Any], config: Any) -> tuple[dict[str, Any], int]:
@@ -269,7 +105,7 @@ def has_second_factor(anatomy: Anatomy) -> bool:
         return False
 
 
-def _install_rotary(new: Plan, scheme: Scheme) -> None:
+def install_rotary(new: Plan, scheme: Scheme) -> None:
     site = new.anatomy.rotary
     asks_pairing = getattr(scheme, "pairing", None) is not None
     layer_types = scaled_layer_types(site, scheme)
@@ -407,16 +243,6 @@ def build(cls: type[nn.Module], config: Any) -> nn.Module:
         ) from error
 
 
-def plain_state(module: nn.Module) -> dict[str, Any]:
-    """Numbers, strings and containers of them that a module computed from its config when it was built."""
-    internal = vars(nn.Module())
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if name not in internal and isinstance(value, (int, float, str, tuple, list, dict)) and name != "training"
-    }
-
-
 def _same_rotation(site: RotarySite, cls: type[nn.Module], config: Any) -> bool:
     """Whether modules fresh from the old and the new config turn near and far positions alike: they are run."""
     old, new = build(cls, site.config), build(cls, config)
@@ -481,7 +307,7 @@ def _install_pairing(new: Plan, geometry: RotaryGeometry, pairing: str, layer_ty
     """Turn other pairs of dimensions: the rows of q and k are permuted, the model's own rotation stays."""
     if geometry.pairing is None:
         raise PosSwapError(f"pairing={pairing!r}: how {kind(new.anatomy.model)} pairs its dimensions is not known")
-    _refuse_quantised(new.anatomy.model, "rope(pairing=...)")
+    refuse_quantised(new.anatomy.model, "rope(pairing=...)")
     new.original["pairing"] = geometry.pairing
     pairing_edits(new, geometry, pairing, layer_types)
     new.effective = True
@@ -518,7 +344,7 @@ def pairing_edits(new: Plan, geometry: RotaryGeometry, pairing: str, layer_types
         raise PosSwapError(f"pairing={pairing!r}: no q_proj and k_proj were found in {kind(new.anatomy.model)}")
 
 
-def _silence_rotary(new: Plan, must_be_portable: bool) -> None:
+def silence_rotary(new: Plan, must_be_portable: bool) -> None:
     """No dimension turns. Native where transformers' `proportional` type with share 0 fits; else portable."""
     site = new.anatomy.rotary
     silent = {"rope_type": "proportional", "partial_rotary_factor": 0.0}
@@ -564,155 +390,3 @@ def zero_rotary_edits(new: Plan, site: RotarySite) -> None:
         for prefix in [f"{t}_" for t in site.layer_types] or [""]:
             new.replace(module, f"{prefix}attention_scaling", 1.0, path)
         new.replace(module, "_apply", partial(parts.move_without_cast, module), path)
-
-
-# --- tables
-
-
-def embed_geometry(new: Plan) -> EmbedGeometry:
-    """What an embed scheme is told of the site: the table, or the token embeddings it would be added to."""
-    table = new.anatomy.table
-    if table is not None:
-        rows = table.rows[table.reserved :].float()
-        rms = partial(_measure, new, rows, "this model's table")
-        return EmbedGeometry(rows.shape[-1], len(rows), rows, rms, table.grid, table.patch)
-    embeddings, config = new.anatomy.model.get_input_embeddings(), new.anatomy.config
-
-    def sample() -> Tensor:  # what the module returns, so that an embedding that scales its rows is measured right
-        with torch.no_grad():
-            return embeddings(torch.arange(min(1024, embeddings.weight.shape[0]), device=embeddings.weight.device))
-
-    rms = partial(_measure, new, sample, "this model's token embedding")
-    return EmbedGeometry(config.hidden_size, config.max_position_embeddings, None, rms)
-
-
-def _measure(new: Plan, vectors: Tensor | Callable[[], Tensor], what: str) -> float:
-    """Root mean square, remembered for the record; a reload uses the remembered number."""
-    if "rms" not in new.measured:
-        vectors = vectors() if callable(vectors) else vectors
-        if vectors.is_meta:
-            raise PosSwapError(f"scale='match': {what} is on the meta device and has no values; load it first")
-        new.measured["rms"] = root_mean_square(vectors)
-    return new.measured["rms"]
-
-
-def _install_table(new: Plan, scheme: Scheme) -> None:
-    table = new.anatomy.table
-    change = scheme.embed(embed_geometry(new))
-    positions = torch.arange(change.length, device=table.weight.device)
-    vectors = change.vectors(positions)
-    _write_table(new, table, torch.cat([table.rows[: table.reserved].to(vectors), vectors]), scheme.trainable)
-    _resize_around(new, table, change)
-
-
-def _silence_table(new: Plan) -> None:
-    table = new.anatomy.table
-    _write_table(new, table, torch.zeros_like(table.rows), trainable=False)
-    new.length = table.length
-
-
-def _write_table(new: Plan, table: TableSite, rows: Tensor, trainable: bool) -> None:
-    """Exchange the Parameter: same dtype, device and form as the one it replaces."""
-    _refuse_quantised(new.anatomy.model, str(new.scheme))
-    holder, name = table.holder
-    old = table.weight
-    value = nn.Parameter(rows.to(old.device, old.dtype).reshape(*old.shape[:-2], *rows.shape), trainable)
-    new.effective |= not same(old, value)
-    new.edits.append(Replace(holder, name, value, table.path))
-    if isinstance(holder, nn.Embedding):
-        new.replace(holder, "num_embeddings", len(rows), table.path)
-
-
-def _resize_around(new: Plan, table: TableSite, change: EmbedChange) -> None:
-    """Everything that has the table's length: index buffers, the config, the patch grid, the length check."""
-    new.length = change.length
-    rows = change.length + table.reserved
-    owner_path = table.path.rpartition(".")[0]
-    if table.grid is not None:
-        _resize_image(new, table, change.grid)
-        return
-    for name in table.buffers:
-        old = table.owner.get_buffer(name)
-        counts = torch.arange(rows) if name == "position_ids" else torch.zeros(rows)
-        value = counts.to(old.device, old.dtype).expand(*old.shape[:-1], -1)
-        new.replace(table.owner, name, value, owner_path)
-    new.set_config("max_position_embeddings", rows if table.counted else change.length)
-    names = tuple(inspect.signature(table.owner.forward).parameters)
-    check = partial(parts.refuse_longer, names=names, limit=change.length)
-    new.edits.append(Hook(table.owner, check, owner_path))
-
-
-def _resize_image(new: Plan, table: TableSite, grid: tuple[int, int]) -> None:
-    height, width = (side * table.patch for side in grid)
-    new.set_config("image_size", height if height == width else [height, width])
-    owner_path = table.path.rpartition(".")[0]
-    with torch.device("meta"):
-        twin = type(table.owner)(new.text)
-    for live, fresh, path in (
-        (table.owner, twin, owner_path),
-        (table.owner.patch_embeddings, twin.patch_embeddings, f"{owner_path}.patch_embeddings"),
-    ):
-        for name, value in plain_state(fresh).items():
-            new.replace(live, name, value, path)
-
-
-def _silence_bias(new: Plan) -> None:
-    _refuse_quantised(new.anatomy.model, str(new.scheme))
-    for path, table in new.anatomy.bias.tables.items():
-        zeros = nn.Parameter(torch.zeros_like(table.weight), requires_grad=False)
-        new.edits.append(Replace(table, "weight", zeros, path))
-    new.effective = True
-
-
-def _install_addition(new: Plan, scheme: Scheme) -> None:
-    """Position vectors added to what enters the first layer, on a model that has no table."""
-    path, layer, stack = new.anatomy.first_layer()
-    geometry = embed_geometry(new)
-    change = scheme.embed(geometry)
-    if getattr(scheme, "max_positions", None) is not None:
-        raise PosSwapError(
-            f"{scheme.name}: max_positions={scheme.max_positions} sizes a table, and this model gets none: "
-            "every position is computed; leave it out"
-        )
-    stack_names, names = (tuple(inspect.signature(m.forward).parameters) for m in (stack, layer))
-    new.edits.append(Hook(stack, partial(parts.positions_from_mask, names=stack_names), kind(stack)))
-    new.edits.append(Hook(layer, partial(parts.add_positions, names=names, vectors=change.vectors), path))
-    new.storage = PORTABLE
-    new.effective = True
-    new.length = geometry.length
-
-
-def _refuse_quantised(model: nn.Module, what: str) -> None:
-    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
-        raise PosSwapError(
-            f"{what} changes weights, and this {kind(model)} is quantised; patch it in full precision, then quantise"
-        )
-
-
-# --- tokenizer and processor
-
-
-def limit_edits(model: Any, config: Any, length: int, tokenizer: Any, processor: Any) -> list[Replace]:
-    """Edits of the length limits that live outside the model: of a text (tokens), of an image (pixels)."""
-    edits = []
-    if tokenizer is not None:
-        check_tokenizer(tokenizer, model)
-        edits.append(Replace(tokenizer, "model_max_length", length, "tokenizer"))
-    if processor is not None:
-        size = getattr(config, "image_size", None)
-        if size is None:
-            raise PosSwapError(f"processor={kind(processor)} was given for a model without images; give tokenizer=")
-        if not hasattr(processor, "size"):
-            raise PosSwapError(f"processor={kind(processor)} has no size to update")
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        edits.append(Replace(processor, "size", type(processor.size)(height=height, width=width), "processor"))
-    return [edit for edit in edits if not same(edit.current, edit.value)]
-
-
-def check_tokenizer(tokenizer: Any, model: Any) -> None:
-    """Raise PosSwapError for a tokenizer that is none, or that makes ids the model has no row for."""
-    if not hasattr(tokenizer, "model_max_length"):
-        raise PosSwapError(f"tokenizer={kind(tokenizer)} is not a tokenizer: it has no model_max_length")
-    rows = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
-        raise PosSwapError(f"tokenizer has {len(tokenizer)} tokens and this {kind(model)} has {rows}: it does not fit")

@@ -1,0 +1,35 @@
+"""Planning outside the model: the length limits that a tokenizer and a processor hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..anatomy import kind
+from ..edits import Replace, same
+from ..errors import PosSwapError
+
+
+def limit_edits(model: Any, config: Any, length: int, tokenizer: Any, processor: Any) -> list[Replace]:
+    """Edits of the length limits that live outside the model: of a text (tokens), of an image (pixels)."""
+    edits = []
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, model)
+        edits.append(Replace(tokenizer, "model_max_length", length, "tokenizer"))
+    if processor is not None:
+        size = getattr(config, "image_size", None)
+        if size is None:
+            raise PosSwapError(f"processor={kind(processor)} was given for a model without images; give tokenizer=")
+        if not hasattr(processor, "size"):
+            raise PosSwapError(f"processor={kind(processor)} has no size to update")
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        edits.append(Replace(processor, "size", type(processor.size)(height=height, width=width), "processor"))
+    return [edit for edit in edits if not same(edit.current, edit.value)]
+
+
+def check_tokenizer(tokenizer: Any, model: Any) -> None:
+    """Raise PosSwapError for a tokenizer that is none, or that makes ids the model has no row for."""
+    if not hasattr(tokenizer, "model_max_length"):
+        raise PosSwapError(f"tokenizer={kind(tokenizer)} is not a tokenizer: it has no model_max_length")
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise PosSwapError(f"tokenizer has {len(tokenizer)} tokens and this {kind(model)} has {rows}: it does not fit")

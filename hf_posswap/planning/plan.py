@@ -1,0 +1,104 @@
+"""Plan: what a patch would do, as validated edits and a new config. Filled by the files beside this one."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ..anatomy import Anatomy, kind
+from ..edits import ABSENT, Hook, Replace, same
+from ..errors import PosSwapError
+from ..record import NATIVE, Record, config_values, owner_of
+from ..scheme import Scheme
+
+
+@dataclass
+class Plan:
+    """What a patch would do: print it. `edits` are in order; `config` is the model's own new config."""
+
+    anatomy: Anatomy
+    scheme: Scheme
+    config: Any
+    edits: list[Replace | Hook] = field(default_factory=list)
+    original: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, float] = field(default_factory=dict)
+    source: str = ""
+    storage: str = NATIVE
+    length: int = 0
+    notes: list[str] = field(default_factory=list)
+    configs: dict[int, Any] = field(default_factory=dict)
+    effective: bool = False
+    recalibrate: bool = False
+
+    @property
+    def text(self) -> Any:
+        """The new config of the text stack."""
+        return self.config.get_text_config()
+
+    def set_config(self, key: str, value: Any) -> None:
+        """Write a key of the new text config, and remember what was there."""
+        prefix = config_path(self.config, self.text)
+        old = getattr(self.anatomy.config, key, ABSENT)
+        if old != value:
+            self.original[f"{prefix}{key}"] = copy.deepcopy(old)
+            setattr(self.text, key, value)
+
+    def replace(self, owner: Any, name: str, value: Any, where: str = "") -> None:
+        """Plan an exchange; one that would change nothing is dropped."""
+        edit = Replace(owner, name, value, where)
+        if not same(edit.current, value):
+            self.edits.append(edit)
+
+    def record(self) -> Record:
+        return Record(
+            scheme=self.scheme.name,
+            params=self.scheme.given(),
+            storage=self.storage,
+            length=self.length,
+            original=self.original,
+            measured=self.measured,
+            source=self.source,
+        )
+
+    def __str__(self) -> str:
+        lines = [f"{kind(self.anatomy.model)} -> {self.scheme} ({self.storage}, {len(self.edits)} edits)"]
+        lines += [f"  config.{path}: {old!r} -> {self._new(path)!r}" for path, old in config_values(self.original)]
+        lines += [f"  {edit}" for edit in self.edits if not (isinstance(edit, Replace) and edit.is_idle)]
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+    def _new(self, path: str) -> Any:
+        holder, name = owner_of(self.config, path)
+        return getattr(holder, name)
+
+
+def config_path(config: Any, inner: Any) -> str:
+    """`` or `text_config.`: where a text stack's config lies in the model's."""
+    if inner is config:
+        return ""
+    for name in config.sub_configs:
+        child = getattr(config, name, None)
+        if child is inner:
+            return f"{name}."
+        if child is not None and child.sub_configs and (deeper := config_path(child, inner)):
+            return f"{name}.{deeper}"
+    return ""
+
+
+def refuse_quantised(model: nn.Module, what: str) -> None:
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        raise PosSwapError(
+            f"{what} changes weights, and this {kind(model)} is quantised; patch it in full precision, then quantise"
+        )
+
+
+def plain_state(module: nn.Module) -> dict[str, Any]:
+    """Numbers, strings and containers of them that a module computed from its config when it was built."""
+    internal = vars(nn.Module())
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in internal and isinstance(value, (int, float, str, tuple, list, dict)) and name != "training"
+    }

@@ -1,0 +1,133 @@
+"""Planning at the embed site: tables of position vectors, biases in tables, and vectors where there is no table."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from .. import parts
+from ..anatomy import TableSite, kind
+from ..edits import Hook, Replace, same
+from ..errors import PosSwapError
+from ..positions import root_mean_square
+from ..record import PORTABLE
+from ..scheme import Scheme
+from ..sites import EmbedChange, EmbedGeometry
+from .plan import Plan, plain_state, refuse_quantised
+
+
+def embed_geometry(new: Plan) -> EmbedGeometry:
+    """What an embed scheme is told of the site: the table, or the token embeddings it would be added to."""
+    table = new.anatomy.table
+    if table is not None:
+        rows = table.rows[table.reserved :].float()
+        rms = partial(_measure, new, rows, "this model's table")
+        return EmbedGeometry(rows.shape[-1], len(rows), rows, rms, table.grid, table.patch)
+    embeddings, config = new.anatomy.model.get_input_embeddings(), new.anatomy.config
+
+    def sample() -> Tensor:  # what the module returns, so that an embedding that scales its rows is measured right
+        with torch.no_grad():
+            return embeddings(torch.arange(min(1024, embeddings.weight.shape[0]), device=embeddings.weight.device))
+
+    rms = partial(_measure, new, sample, "this model's token embedding")
+    return EmbedGeometry(config.hidden_size, config.max_position_embeddings, None, rms)
+
+
+def _measure(new: Plan, vectors: Tensor | Callable[[], Tensor], what: str) -> float:
+    """Root mean square, remembered for the record; a reload uses the remembered number."""
+    if "rms" not in new.measured:
+        vectors = vectors() if callable(vectors) else vectors
+        if vectors.is_meta:
+            raise PosSwapError(f"scale='match': {what} is on the meta device and has no values; load it first")
+        new.measured["rms"] = root_mean_square(vectors)
+    return new.measured["rms"]
+
+
+def install_table(new: Plan, scheme: Scheme) -> None:
+    table = new.anatomy.table
+    change = scheme.embed(embed_geometry(new))
+    positions = torch.arange(change.length, device=table.weight.device)
+    vectors = change.vectors(positions)
+    _write_table(new, table, torch.cat([table.rows[: table.reserved].to(vectors), vectors]), scheme.trainable)
+    _resize_around(new, table, change)
+
+
+def silence_table(new: Plan) -> None:
+    table = new.anatomy.table
+    _write_table(new, table, torch.zeros_like(table.rows), trainable=False)
+    new.length = table.length
+
+
+def _write_table(new: Plan, table: TableSite, rows: Tensor, trainable: bool) -> None:
+    """Exchange the Parameter: same dtype, device and form as the one it replaces."""
+    refuse_quantised(new.anatomy.model, str(new.scheme))
+    holder, name = table.holder
+    old = table.weight
+    value = nn.Parameter(rows.to(old.device, old.dtype).reshape(*old.shape[:-2], *rows.shape), trainable)
+    new.effective |= not same(old, value)
+    new.edits.append(Replace(holder, name, value, table.path))
+    if isinstance(holder, nn.Embedding):
+        new.replace(holder, "num_embeddings", len(rows), table.path)
+
+
+def _resize_around(new: Plan, table: TableSite, change: EmbedChange) -> None:
+    """Everything that has the table's length: index buffers, the config, the patch grid, the length check."""
+    new.length = change.length
+    rows = change.length + table.reserved
+    owner_path = table.path.rpartition(".")[0]
+    if table.grid is not None:
+        _resize_image(new, table, change.grid)
+        return
+    for name in table.buffers:
+        old = table.owner.get_buffer(name)
+        counts = torch.arange(rows) if name == "position_ids" else torch.zeros(rows)
+        value = counts.to(old.device, old.dtype).expand(*old.shape[:-1], -1)
+        new.replace(table.owner, name, value, owner_path)
+    new.set_config("max_position_embeddings", rows if table.counted else change.length)
+    names = tuple(inspect.signature(table.owner.forward).parameters)
+    check = partial(parts.refuse_longer, names=names, limit=change.length)
+    new.edits.append(Hook(table.owner, check, owner_path))
+
+
+def _resize_image(new: Plan, table: TableSite, grid: tuple[int, int]) -> None:
+    height, width = (side * table.patch for side in grid)
+    new.set_config("image_size", height if height == width else [height, width])
+    owner_path = table.path.rpartition(".")[0]
+    with torch.device("meta"):
+        twin = type(table.owner)(new.text)
+    for live, fresh, path in (
+        (table.owner, twin, owner_path),
+        (table.owner.patch_embeddings, twin.patch_embeddings, f"{owner_path}.patch_embeddings"),
+    ):
+        for name, value in plain_state(fresh).items():
+            new.replace(live, name, value, path)
+
+
+def silence_bias(new: Plan) -> None:
+    refuse_quantised(new.anatomy.model, str(new.scheme))
+    for path, table in new.anatomy.bias.tables.items():
+        zeros = nn.Parameter(torch.zeros_like(table.weight), requires_grad=False)
+        new.edits.append(Replace(table, "weight", zeros, path))
+    new.effective = True
+
+
+def install_addition(new: Plan, scheme: Scheme) -> None:
+    """Position vectors added to what enters the first layer, on a model that has no table."""
+    path, layer, stack = new.anatomy.first_layer()
+    geometry = embed_geometry(new)
+    change = scheme.embed(geometry)
+    if getattr(scheme, "max_positions", None) is not None:
+        raise PosSwapError(
+            f"{scheme.name}: max_positions={scheme.max_positions} sizes a table, and this model gets none: "
+            "every position is computed; leave it out"
+        )
+    stack_names, names = (tuple(inspect.signature(m.forward).parameters) for m in (stack, layer))
+    new.edits.append(Hook(stack, partial(parts.positions_from_mask, names=stack_names), kind(stack)))
+    new.edits.append(Hook(layer, partial(parts.add_positions, names=names, vectors=change.vectors), path))
+    new.storage = PORTABLE
+    new.effective = True
+    new.length = geometry.length
