@@ -15,17 +15,17 @@ from .errors import PosSwapError, RecalibrationWarning
 from .planning import plan
 from .planning.limits import limit_edits
 from .planning.plan import Plan
-from .planning.rotary import pairing_edits, rotary_edits, rotary_geometry, scaled_layer_types
+from .planning.rotary import keep_dtype, pairing_edits, rotary_edits, rotary_geometry, scaled_layer_types
 from .record import KEY, PORTABLE, Record, config_values, owner_of
 from .scheme import Scheme, make_scheme
-from .sites import BIAS, EMBED
+from .sites import BIAS, EMBED, ROTARY
 
 ATTRIBUTE = "_posswap"
 
 
 @dataclass
 class Patch:
-    """What a patched model carries. `journal` takes the patch back; None where what it replaced is gone.
+    """What a patched model carries. `journal` takes the patch back; None on a reloaded model, until it is asked for.
 
     `outside` are edits of the tokenizer and processor that the caller handed in: theirs, not the model's, to undo.
     """
@@ -145,10 +145,10 @@ def adopt(model: nn.Module, record: Record) -> Patch:
     if BIAS in replaced and not trainable:
         for table in anatomy.bias.tables.values():
             table.weight.requires_grad_(False)
-    journal = None
-    if not replaced & {EMBED, BIAS}:
-        journal = Journal(_config_edits(model.config, record.original) + _way_back(anatomy, record))
-    patch = Patch(record, journal)
+    if ROTARY in replaced:
+        for module in anatomy.rotary.modules.values():
+            keep_dtype(module).swap()
+    patch = Patch(record, None)
     setattr(model, ATTRIBUTE, patch)
     return patch
 
@@ -174,20 +174,26 @@ def config_before(model: nn.Module, record: Record) -> Any:
     return before
 
 
-def _way_back(anatomy: Anatomy, record: Record) -> list[Replace]:
-    """Edits, already made, whose other side is the rotary site as the record's original config builds it."""
-    back = Plan(anatomy, record.make_scheme(), anatomy.model.config)
-    rotary_edits(back, anatomy.rotary, config_before(anatomy.model, record).get_text_config())
+def _way_back(model: nn.Module, record: Record) -> Journal:
+    """Edits, already made, whose other side is a reloaded model's rotary site as its original config builds it."""
+    anatomy = examine(model)
+    if _replaced_sites(anatomy, record) & {EMBED, BIAS}:
+        raise PosSwapError(
+            f"{record.scheme}: this checkpoint no longer holds the table that the swap replaced, so it cannot be "
+            f"undone or swapped again; load {record.source or 'the original model'} and patch that"
+        )
+    back = Plan(anatomy, record.make_scheme(), model.config)
+    rotary_edits(back, anatomy.rotary, config_before(model, record).get_text_config())
     for edit in back.edits:
-        if edit.name == "_apply":  # belongs to the patched side: make it now, undo it later
-            edit.swap()
+        if edit.name == "_apply":  # belongs to the patched side, and `adopt` made it
+            edit.value = ABSENT
     if "pairing" in record.original:
         layer_types = scaled_layer_types(anatomy.rotary, back.scheme)
         geometry = rotary_geometry(anatomy, layer_types[0])
         # the rows are permuted already; the other order of the two is the inverse permutation
         other = "halves" if record.params["pairing"] == "interleaved" else "interleaved"
         pairing_edits(back, geometry, other, layer_types)
-    return back.edits
+    return Journal(_config_edits(model.config, record.original) + back.edits)
 
 
 def _config_edits(config: Any, original: dict[str, Any]) -> list[Replace]:
@@ -198,11 +204,7 @@ def _config_edits(config: Any, original: dict[str, Any]) -> list[Replace]:
 
 def _revert(model: nn.Module, patch: Patch) -> None:
     if patch.journal is None:
-        source = patch.record.source or "the original model"
-        raise PosSwapError(
-            f"{patch.record.scheme}: this checkpoint no longer holds the table that the swap replaced, so it cannot be "
-            f"undone or swapped again; load {source} and patch that"
-        )
+        patch.journal = _way_back(model, patch.record)
     patch.journal.revert()
     delattr(model, ATTRIBUTE)
 

@@ -227,8 +227,13 @@ def rotary_edits(new: Plan, site: RotarySite, config: Any) -> None:
             new.edits.append(Replace(module, name, value, path))
         for name in site.buffers():  # what transformers keeps of a longrope once a long input has come
             new.edits.append(Replace(module, name.replace("inv_freq", "long_inv_freq"), ABSENT, path))
-        new.replace(module, "_apply", partial(parts.move_without_cast, module), path)
+        new.edits.append(keep_dtype(module, path))
     _derived_edits(new, site.config, config)
+
+
+def keep_dtype(module: nn.Module, path: str = "") -> Replace:
+    """The edit after which casting the model leaves the frequencies of a rotary module float32."""
+    return Replace(module, "_apply", partial(parts.move_without_cast, module), path)
 
 
 def build(cls: type[nn.Module], config: Any) -> nn.Module:
@@ -389,4 +394,4 @@ def zero_rotary_edits(new: Plan, site: RotarySite) -> None:
         new.replace(module, "rope_type", dict.fromkeys(site.layer_types, "default") or "default", path)
         for prefix in [f"{t}_" for t in site.layer_types] or [""]:
             new.replace(module, f"{prefix}attention_scaling", 1.0, path)
-        new.replace(module, "_apply", partial(parts.move_without_cast, module), path)
+        new.edits.append(keep_dtype(module, path))
