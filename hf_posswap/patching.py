@@ -17,7 +17,7 @@ from .planning.limits import limit_edits
 from .planning.plan import Plan
 from .planning.rotary import keep_dtype, pairing_edits, rotary_edits, rotary_geometry, scaled_layer_types
 from .record import KEY, PORTABLE, Record, config_values, owner_of
-from .scheme import Scheme, make_scheme
+from .scheme import Scheme, make_scheme, scheme_of
 from .sites import BIAS, EMBED, ROTARY
 
 ATTRIBUTE = "_posswap"
@@ -62,7 +62,7 @@ def patch_model(
     """
     scheme = make_scheme(scheme, params)
     patch = patch_of(model)
-    if patch is not None and patch.record.make_scheme() == scheme and not dry_run:
+    if patch is not None and scheme_of(patch.record) == scheme and not dry_run:
         _swap_limits(model, patch, limit_edits(model, _text(model), patch.record.length, tokenizer, processor))
         return model
     if patch is not None:
@@ -139,7 +139,7 @@ def adopt(model: nn.Module, record: Record) -> Patch:
         )
     anatomy = examine(model)
     replaced = _replaced_sites(anatomy, record)
-    trainable = record.make_scheme().trainable
+    trainable = scheme_of(record).trainable
     if EMBED in replaced and not trainable:  # transformers loads every table as trainable
         anatomy.table.weight.requires_grad_(False)
     if BIAS in replaced and not trainable:
@@ -162,7 +162,7 @@ def forget_replaced(model: nn.Module) -> None:
 
 def _replaced_sites(anatomy: Anatomy, record: Record) -> frozenset[str]:
     """The sites of a model that a recorded swap took over or silenced."""
-    scheme = record.make_scheme()
+    scheme = scheme_of(record)
     return frozenset() if scheme.stacks else scheme.sites & anatomy.sites or anatomy.sites
 
 
@@ -182,7 +182,7 @@ def _way_back(model: nn.Module, record: Record) -> Journal:
             f"{record.scheme}: this checkpoint no longer holds the table that the swap replaced, so it cannot be "
             f"undone or swapped again; load {record.source or 'the original model'} and patch that"
         )
-    back = Plan(anatomy, record.make_scheme(), model.config)
+    back = Plan(anatomy, scheme_of(record), model.config)
     rotary_edits(back, anatomy.rotary, config_before(model, record).get_text_config())
     for edit in back.edits:
         if edit.name == "_apply":  # belongs to the patched side, and `adopt` made it
