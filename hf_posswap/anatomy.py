@@ -10,7 +10,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -174,7 +174,7 @@ def examine(model: PreTrainedModel) -> Anatomy:
         inner = next((a for a in ("_orig_mod", "module", "base_model") if hasattr(model, a)), None)
         hint = f"; patch the model inside first (it seems to be under .{inner}), then wrap it" if inner else ""
         raise PosSwapError(f"model={kind(model)} is not a transformers model{hint}")
-    rotary, table, bias = find_rotary(model), find_table(model), find_bias(model)
+    rotary, table, bias = find_rotary(model), find_table(model, declarations()), find_bias(model)
     anatomy = Anatomy(model, rotary, table, bias)
     if not anatomy.sites:
         raise PosSwapError(
@@ -218,13 +218,13 @@ def refuse_foreign_rotary(model: PreTrainedModel, site: RotarySite) -> None:
             raise PosSwapError(f"{kind(model)}: the rotary module at {path} reads a config of its own, not the model's")
 
 
-def find_table(model: PreTrainedModel) -> TableSite | None:
+def find_table(model: PreTrainedModel, declared: Sequence[TableDeclaration]) -> TableSite | None:
     """The one learned table of a declared family. Raises PosSwapError where a model has several."""
     config = text_config(model)
     found = [
         (path, owner, declaration)
         for path, owner in model.named_modules()
-        for declaration in declarations()
+        for declaration in declared
         if isinstance(getattr(owner, declaration.attribute, None), (nn.Embedding, nn.Parameter))
         and declaration.fits(owner, config)
     ]

@@ -118,14 +118,9 @@ def record_of(model: nn.Module) -> Record | None:
 
 def install(model: nn.Module, new: Plan) -> None:
     """Apply a plan: the model gets a config of its own, then the edits; all of it or none."""
-    own_configs = [
-        Replace(module, "config", new.configs[id(module.config)])
-        for module in model.modules()
-        if id(getattr(module, "config", None)) in new.configs
-    ]
     outside = [e for e in new.edits if isinstance(e, Replace) and not isinstance(e.owner, nn.Module)]
     inside = [e for e in new.edits if e not in outside]
-    Journal(own_configs + inside + outside).apply()
+    Journal(new.config_edits() + inside + outside).apply()
     journal = Journal(_config_edits(new.config, new.original) + inside)
     setattr(model, ATTRIBUTE, Patch(new.record(), journal, Journal(outside)))
 

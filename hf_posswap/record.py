@@ -15,6 +15,9 @@ NATIVE, PORTABLE = "native", "portable"
 # model whose rotation this package had silenced.
 FOREIGN_ROPE_TYPE = "hf_posswap"
 
+# The same where the rotation stays: in a saved config transformers reads this key as the attention backend to use.
+ATTENTION_KEY, FOREIGN_ATTENTION = "attn_implementation", "hf_posswap"
+
 
 @dataclass(frozen=True)
 class Record:

@@ -126,15 +126,19 @@ def make_scheme(scheme: str | Scheme, params: Mapping[str, Any]) -> Scheme:
         return scheme
     if not isinstance(scheme, str) or scheme not in registry():
         raise PosSwapError(f"scheme={scheme!r} is unknown; {nearest(scheme, registry())}")
-    cls = registry()[scheme]
+    return from_params(registry()[scheme], params)
+
+
+def from_params(cls: type[Scheme], params: Mapping[str, Any]) -> Scheme:
+    """A validated Scheme of a class; a name that is no field of it is refused."""
     known = {f.name for f in fields(cls)}
     for argument, value in params.items():
         if argument not in known:
             hint = nearest(argument, known) if known else "it takes no parameters"
-            raise PosSwapError(f"{scheme}: {argument}={value!r} is not a parameter of this scheme; {hint}")
+            raise PosSwapError(f"{cls.name}: {argument}={value!r} is not a parameter of this scheme; {hint}")
     required = [f.name for f in fields(cls) if f.default is f.default_factory and f.name not in params]
     if required:
-        raise PosSwapError(f"{scheme}: missing {', '.join(required)}")
+        raise PosSwapError(f"{cls.name}: missing {', '.join(required)}")
     return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in params.items()})
 
 

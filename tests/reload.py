@@ -1,6 +1,8 @@
 """Run in a fresh process: load every checkpoint under a folder, one way, and keep the logits.
 
-python reload.py stock|package FOLDER - `stock` first makes hf_posswap impossible to import.
+python reload.py stock|forced|travel|package FOLDER - all but `package` first make hf_posswap impossible to import.
+stock: the class that the config names. forced: the same, with every argument that could get past a guard. travel: an
+Auto class and the code in the checkpoint; the model is also saved again.
 """
 
 import sys
@@ -15,7 +17,7 @@ class _NotInstalled:
             raise ModuleNotFoundError(name)
 
 
-if MODE == "stock":
+if MODE != "package":
     sys.meta_path.insert(0, _NotInstalled())
 
 import json  # noqa: E402
@@ -35,10 +37,20 @@ def load(folder: Path):
 
         return hf_posswap.from_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    return getattr(transformers, config["architectures"][0]).from_pretrained(folder)
+    cls = getattr(transformers, config["architectures"][0])
+    if MODE == "forced":
+        return cls.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32, device_map="cpu")
+    if MODE == "travel":
+        auto = next(auto for auto, where in config["auto_map"].items() if where.endswith(f".{cls.__name__}"))
+        model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True)
+        model.save_pretrained(folder / "again")
+        return model
+    return cls.from_pretrained(folder)
 
 
 for folder in sorted(FOLDER.iterdir()):
+    if MODE in ("forced", "travel") and "auto_map" not in json.loads((folder / "config.json").read_text()):
+        continue
     try:
         with torch.no_grad():
             result = {"logits": load(folder).eval()(**load_file(folder / "inputs.st")).logits.contiguous()}

@@ -1,9 +1,11 @@
 """Law 7 and law 11: a saved model, loaded in a fresh process, gives the same logits to the bit; every table is rebuilt
-right by every way of loading. Native checkpoints load where this package cannot be imported."""
+right by every way of loading. Checkpoints load where this package cannot be imported: native ones as they are,
+portable ones through the code that travels with them."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +29,7 @@ def folder_name(row: Row) -> str:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """Every row patched and saved, with its inputs and logits, then loaded by two fresh processes."""
+    """Every row patched and saved, with its inputs and logits, then loaded by fresh processes."""
     root = tmp_path_factory.mktemp("checkpoints")
     for row in ROWS:
         model, inputs = row.patched(), row.inputs()
@@ -35,8 +37,9 @@ def saved(tmp_path_factory) -> Path:
         model.save_pretrained(folder)
         save_file(inputs, folder / "inputs.st")
         save_file({"logits": logits(model, **inputs).contiguous()}, folder / "memory.st")
-    for mode in ("stock", "package"):
-        subprocess.run([sys.executable, FRESH, mode, root], check=True)
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path_factory.mktemp("modules"))}
+    for mode in ("stock", "forced", "travel", "package"):
+        subprocess.run([sys.executable, FRESH, mode, root], check=True, env=environment)
     return root
 
 
@@ -55,7 +58,16 @@ def test_stock_transformers_gives_the_same_logits(row: Row, saved: Path):
 @by_id([row for row in ROWS if not row.native])
 def test_stock_transformers_never_loads_a_portable_checkpoint_wrongly(row: Row, saved: Path):
     folder = saved / folder_name(row)
-    assert "hf_posswap" in (folder / "stock.error").read_text()
+    for mode in ("stock", "forced"):
+        assert "load it with hf_posswap.from_pretrained" in (folder / f"{mode}.error").read_text()
+
+
+@by_id([row for row in ROWS if not row.native])
+def test_code_in_a_portable_checkpoint_gives_the_same_logits_and_is_saved_again(row: Row, saved: Path):
+    folder = saved / folder_name(row)
+    assert torch.equal(read(folder, "travel"), read(folder, "memory"))
+    for file in (folder / "again").iterdir():
+        assert file.read_bytes() == (folder / file.name).read_bytes(), file.name
 
 
 @by_id(ROWS)
@@ -68,8 +80,8 @@ def test_package_gives_the_same_logits(row: Row, saved: Path):
 def test_saving_again_gives_the_same_files(row: Row, saved: Path, tmp_path: Path):
     folder = saved / folder_name(row)
     from_pretrained(folder).save_pretrained(tmp_path)
-    for name in ("config.json", "model.safetensors"):
-        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes(), name
+    for file in tmp_path.iterdir():
+        assert file.read_bytes() == (folder / file.name).read_bytes(), file.name
 
 
 @by_id(ROWS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +9,10 @@ import torch
 from torch import nn
 
 from ..anatomy import Anatomy, examine, kind, refuse_foreign_rotary
+from ..bundle import travel_of
 from ..errors import PosSwapError
-from ..record import KEY, Record
+from ..record import PORTABLE
+from ..saving import save_edit
 from ..scheme import Scheme
 from ..sites import BIAS, EMBED, ROTARY
 from .limits import limit_edits
@@ -25,25 +26,17 @@ def plan(
     scheme: Scheme,
     tokenizer: Any = None,
     processor: Any = None,
-    recalled: Record | None = None,
 ) -> Plan:
-    """Everything `patch_model` would do, checked, in order. Raises PosSwapError if any of it cannot be done.
-
-    `recalled` is the record of a checkpoint: its numbers are used instead of measuring the model again.
-    """
+    """Everything `patch_model` would do, checked, in order. Raises PosSwapError if any of it cannot be done."""
     anatomy = examine(model)
     if anatomy.rotary is not None:
         refuse_foreign_rotary(model, anatomy.rotary)
         if getattr(anatomy.config, "max_position_embeddings", None) is None:
             raise PosSwapError(f"{scheme}: the config of {kind(model)} does not say the trained length")
-    configs: dict[int, Any] = {}
-    new = Plan(anatomy, scheme, copy.deepcopy(model.config, configs), configs=configs)
-    new.source = model.config.name_or_path
-    if recalled is not None:
-        new.measured, new.source = dict(recalled.measured), recalled.source
-
+    new = Plan.of(anatomy, scheme)
+    steps = choose_steps(anatomy, scheme)
     with torch.device("cpu"):  # a caller may be building on the meta device, where there are no numbers to plan with
-        for step in choose_steps(anatomy, scheme):
+        for step in steps:
             step(new, scheme)
     if not new.effective:
         raise PosSwapError(f"{scheme} would change nothing on this {kind(model)}")
@@ -57,7 +50,9 @@ def plan(
             f"{scheme.name} replaces the positions this model was trained with: fine-tune it before use (recalibrate)"
         )
     new.edits += limit_edits(model, new.text, new.length, tokenizer, processor)
-    setattr(new.config, KEY, new.record().to_dict())
+    if new.storage == PORTABLE:
+        new.edits.append(save_edit(model, travel_of(anatomy, scheme, steps)))
+    new.finish()
     return new
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from ..anatomy import Anatomy, kind
 from ..edits import ABSENT, Hook, Replace, same
 from ..errors import PosSwapError
-from ..record import NATIVE, Record, config_values, owner_of
+from ..record import KEY, NATIVE, Record, config_values, owner_of
 from ..scheme import Scheme
 
 
@@ -33,6 +33,16 @@ class Plan:
     effective: bool = False
     recalibrate: bool = False
 
+    @classmethod
+    def of(cls, anatomy: Anatomy, scheme: Scheme, recalled: Record | None = None) -> Plan:
+        """An empty plan. `recalled` is the record of a checkpoint: its numbers are used instead of measuring again."""
+        configs: dict[int, Any] = {}
+        config = anatomy.model.config
+        new = cls(anatomy, scheme, copy.deepcopy(config, configs), configs=configs, source=config.name_or_path)
+        if recalled is not None:
+            new.measured, new.source = dict(recalled.measured), recalled.source
+        return new
+
     @property
     def text(self) -> Any:
         """The new config of the text stack."""
@@ -51,6 +61,18 @@ class Plan:
         edit = Replace(owner, name, value, where)
         if not same(edit.current, value):
             self.edits.append(edit)
+
+    def config_edits(self) -> list[Replace]:
+        """What gives the model, and every module of it that keeps a config, the new one."""
+        return [
+            Replace(module, "config", self.configs[id(module.config)])
+            for module in self.anatomy.model.modules()
+            if id(getattr(module, "config", None)) in self.configs
+        ]
+
+    def finish(self) -> None:
+        """Write the record of what was planned into the new config."""
+        setattr(self.config, KEY, self.record().to_dict())
 
     def record(self) -> Record:
         return Record(
