@@ -48,9 +48,7 @@ def _row(cls: type[Scheme]) -> list[str]:
 
 
 def _trained(cls: type[Scheme]) -> str:
-    """What optimisers move: the model's own table, or what a bias scheme adds to every model."""
-    if cls.trainable:
-        return "the table"
+    """What optimisers move: the model's own table, or what a scheme adds to every model."""
     return cls.learns or "nothing"
 
 

@@ -65,14 +65,7 @@ def load_added(model: PreTrainedModel, path: str | os.PathLike) -> None:
     from safetensors import safe_open
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-    from .attention import Attached
-
-    added = {
-        f"{where}.{name}": parameter
-        for where, module in model.named_modules()
-        if isinstance(module, Attached)
-        for name, parameter in module.named_parameters()
-    }
+    added = {name: parameter for name, parameter in model.named_parameters() if KEY in name.split(".")}
     if not added:
         return
     index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)

@@ -63,6 +63,19 @@ class Demo:
         self.series: list[dict[str, Any]] = []
         self.reloads: dict[str, bool] = {}
 
+    def base(self) -> Path:
+        """The folder of the base model, for a study of it: the one that a demo left there, or trained now.
+
+        Raises PosSwapError where what is there was trained on other text than this Python's library.
+        """
+        folder = self.folder / "base"
+        if not (folder / "train_log.json").is_file():
+            self.pretrain()
+        log = json.loads((folder / "train_log.json").read_text(encoding="utf-8"))["arguments"]
+        if (log["train_file"], log["max_steps"]) != ([str(path) for path in self.train], self.arguments.steps):
+            raise PosSwapError(f"demo={str(self.folder)!r} holds a model of another text or length of training")
+        return folder
+
     def run(self) -> None:
         base = self.pretrain()
         self.measure(base, "base", None)

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from hf_posswap import patch_model
+from hf_posswap.anatomy import examine
 
 from . import oracles
 from .conftest import by_id
 from .families import FAMILIES, LENGTH, WIDTH, pixels, tokens
-from .rows import ROWS, STEPS, Row, logits
+from .rows import ADDED_ROWS, CONCAT_ROWS, ROWS, STEPS, Row, logits
 
 GRID = [
     (dim, theta, length, factor)
@@ -161,7 +162,7 @@ def test_tables(row: Row):
         np.testing.assert_array_equal(new[: len(old)], old)
 
 
-@by_id([r for r in ROWS if r.scheme == "sinusoidal" and not r.native])
+@by_id(ADDED_ROWS)
 def test_added_vectors(row: Row):
     """What enters the second reader of the first layer is the embedding plus the sinusoid."""
     model, ids = row.source(layers=1), tokens(1, 12)
@@ -186,6 +187,34 @@ def test_added_vectors(row: Row):
         rms = embedding(torch.arange(embedding.weight.shape[0])).double().square().mean().sqrt().item()
     expected = oracles.sinusoid(12, WIDTH, row.params["layout"], rms / np.sqrt(0.5))
     np.testing.assert_allclose(added, expected, atol=2e-6 * max(1.0, np.abs(seen["after"].numpy()).max()))
+
+
+@by_id([row for row in CONCAT_ROWS if row.anatomy.causal])
+def test_concatenated_vectors(row: Row):
+    """What enters the first layer is W [x | p]: token embedding and position side by side, by one matrix."""
+    model, ids = row.source(layers=1), tokens(1, 12)
+    embedding = model.get_input_embeddings()
+    with torch.no_grad():
+        x = embedding(ids)[0].double().numpy()
+        every = embedding(torch.arange(embedding.weight.shape[0])).double()
+    table, seen = getattr(examine(model).table, "rows", None), []
+    rms = (every if table is None else table[-LENGTH:].double()).square().mean().sqrt().item()
+    row.patch(model)
+    added = {name.rpartition(".")[2]: p for name, p in model.named_parameters() if ".posswap." in name}
+    added["projection"].data += 0.1 * torch.randn(WIDTH, 2 * WIDTH, generator=torch.Generator().manual_seed(0))
+    if row.scheme == "sinusoidal":
+        scale = 1.0 if row.params.get("init") == "fit" else rms / np.sqrt(0.5)
+        p = oracles.sinusoid(12, WIDTH, row.params.get("layout", "interleaved"), scale)
+    else:
+        p = (table[-LENGTH:] if table is not None else added["table"].detach())[:12].double().numpy()
+    first = examine(model).layers()[1][0]
+    first.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+    )
+    # hooks run in order: the one that adds the positions was there first
+    logits(model, input_ids=ids)
+    expected = np.concatenate([x, p], axis=1) @ added["projection"].detach().double().numpy().T
+    np.testing.assert_allclose(seen[0][0].double().numpy(), expected, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("size", [16, 48, 64, 72])

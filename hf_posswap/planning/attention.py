@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import attention, parts
 from ..anatomy import TableSite, kind, text_config
-from ..edits import ABSENT, Hook, Replace
+from ..edits import Hook, Replace
 from ..errors import PosSwapError
 from ..record import PORTABLE
 from ..rotation import Rotation
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from .plan import Plan
 
-# In a saved config transformers reads this key as the attention backend to use, and stops at a name it does not know.
-GUARD_KEY, GUARD = "attn_implementation", "hf_posswap"
 # What models call a module that attends to another sequence; it has no distances.
 CROSS = frozenset({"crossattention", "cross_attn", "cross_attention", "encoder_attn", "EncDecAttention"})
 # rope types whose frequencies change with the longest position of a call
@@ -110,8 +108,7 @@ def install_attention(new: Plan, scheme: Scheme, sites: frozenset[str]) -> None:
         if hasattr(module, "set_attn_implementation"):
             keep = partial(attention.set_implementation, module, scheme=scheme.name)
             new.edits.append(Replace(module, "set_attn_implementation", keep, path))
-    new.original[GUARD_KEY] = ABSENT
-    setattr(new.config, GUARD_KEY, GUARD)
+    new.guard()
     new.storage = PORTABLE
     new.effective = True
     new.length = new.length or length

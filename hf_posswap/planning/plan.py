@@ -14,6 +14,9 @@ from ..errors import PosSwapError
 from ..record import NATIVE, Record, config_values, owner_of
 from ..scheme import Scheme
 
+# In a saved config transformers reads this key as the attention backend to use, and stops at a name it does not know.
+GUARD_KEY, GUARD = "attn_implementation", "hf_posswap"
+
 
 @dataclass
 class Plan:
@@ -51,6 +54,11 @@ class Plan:
         edit = Replace(owner, name, value, where)
         if not same(edit.current, value):
             self.edits.append(edit)
+
+    def guard(self) -> None:
+        """Have stock transformers stop at the saved config: it is of a portable swap that no other key shows."""
+        self.original[GUARD_KEY] = ABSENT
+        setattr(self.config, GUARD_KEY, GUARD)
 
     def record(self) -> Record:
         return Record(
