@@ -256,7 +256,7 @@ def split_by_file(arguments: DemoArguments) -> tuple[list[Path], list[Path]]:
     if not files:
         raise PosSwapError(f"Python's standard library at {root} holds no source files to train on")
     held_out = [p for p in files if hashlib.sha256(str(p.relative_to(root)).encode()).digest()[0] % 10 == 0]
-    train = sorted(set(files) - set(held_out), key=lambda p: hashlib.sha256(p.name.encode()).digest())
+    train = sorted(set(files) - set(held_out), key=lambda p: (hashlib.sha256(p.name.encode()).digest(), p))
     needed, sizes = 2 * arguments.steps * ROWS * arguments.length, accumulate(p.stat().st_size for p in train)
     enough = next((i + 1 for i, size in enumerate(sizes) if size >= needed), len(train))
     longest = (arguments.factor + 1) * arguments.length
