@@ -13,6 +13,9 @@ from .record import KEY, PORTABLE, Record, config_values, owner_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# arguments of `from_pretrained` that say where on the hub its files are
+HUB = frozenset({"cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token"})
+
 
 def from_pretrained(path: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
     """Load a checkpoint, patched or not, into the model class that it was saved from.
@@ -27,17 +30,20 @@ def from_pretrained(path: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
     A native checkpoint is loaded by transformers alone, then checked against its record; a portable one is loaded
     as the model it was patched from, with its trained weights, and the recorded patch is made again.
     """
-    from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     from .patching import adopt, forget_replaced, install
     from .planning import plan
+    from .scheme import scheme_of
 
     if kwargs.pop("trust_remote_code", False):
         raise PosSwapError("trust_remote_code=True: this loader never runs code from a checkpoint; leave it out")
-    data, _ = PreTrainedConfig.get_config_dict(path)
+    hub = {name: kwargs[name] for name in HUB & kwargs.keys()}
+    data, _ = PreTrainedConfig.get_config_dict(path, **hub)
     if data.get(KEY) is None:
         return model_class(data).from_pretrained(path, **kwargs)
     record = Record.from_dict(data[KEY])
+    cls = model_class(data)
     if record.storage == PORTABLE:
         del data[KEY]
         for where, value in config_values(record.original):
@@ -45,22 +51,22 @@ def from_pretrained(path: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
             holder[name] = value
             if value == ABSENT:
                 del holder[name]
-        config = CONFIG_MAPPING[data["model_type"]].from_dict(data)
-        config.name_or_path = str(path)
-        model = model_class(data).from_pretrained(path, config=config, **kwargs)
-        new = plan(model, record.make_scheme(), recalled=record)
+    config = CONFIG_MAPPING[data["model_type"]].from_dict(data)
+    config.name_or_path = str(path)
+    model = cls.from_pretrained(path, config=config, **kwargs)
+    if record.storage == PORTABLE:
+        new = plan(model, scheme_of(record), recalled=record)
         if new.storage != PORTABLE or new.original.keys() != record.original.keys():
             raise PosSwapError(f"{KEY} in {path}: the record does not describe this model's {record.scheme!r} swap")
         install(model, new)
-        load_added(model, path)
+        load_added(model, path, **hub)
         forget_replaced(model)
-        return model
-    model = model_class(data).from_pretrained(path, config=AutoConfig.from_pretrained(path), **kwargs)
-    adopt(model, record)
+    else:
+        adopt(model, record)
     return model
 
 
-def load_added(model: PreTrainedModel, path: str | os.PathLike) -> None:
+def load_added(model: PreTrainedModel, path: str | os.PathLike, **hub: Any) -> None:
     """Fill the parameters that a swap added; transformers, which loads the model first, knows nothing of them."""
     from safetensors import safe_open
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -68,7 +74,7 @@ def load_added(model: PreTrainedModel, path: str | os.PathLike) -> None:
     added = {name: parameter for name, parameter in model.named_parameters() if KEY in name.split(".")}
     if not added:
         return
-    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **hub)
     if index is None:
         shards = dict.fromkeys(added, SAFE_WEIGHTS_NAME)
     else:
@@ -78,7 +84,7 @@ def load_added(model: PreTrainedModel, path: str | os.PathLike) -> None:
     if missing:
         raise PosSwapError(f"{path} lacks {missing[0]}, a parameter that the recorded swap added")
     for shard in sorted({shards[name] for name in added}):
-        with safe_open(cached_file(path, shard), framework="pt") as weights:
+        with safe_open(cached_file(path, shard, **hub), framework="pt") as weights:
             for name in sorted(weights.keys() & added.keys()):
                 added[name].data.copy_(weights.get_tensor(name))
 

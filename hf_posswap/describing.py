@@ -17,7 +17,7 @@ from .patching import config_before, record_of
 from .planning.plan import config_path, plain_state
 from .planning.rotary import build, has_second_factor, unscaled
 from .record import FOREIGN_ROPE_TYPE, NATIVE, PORTABLE, Record
-from .scheme import Scheme
+from .scheme import Scheme, scheme_of
 from .sites import BIAS, EMBED, ROTARY, EmbedGeometry, RotaryGeometry
 
 NOTHING = "none"
@@ -85,7 +85,7 @@ def describe(model: nn.Module) -> Description:
         sites=tuple(sites),
         length_had=_original_length(anatomy, record),
         length=length,
-        scheme=None if record is None else str(record.make_scheme()),
+        scheme=None if record is None else str(scheme_of(record)),
         storage=None if record is None else record.storage,
     )
 
@@ -129,7 +129,7 @@ def _describe_rotary(anatomy: Anatomy, record: Record | None) -> SiteDescription
     before = _original(anatomy, record, "rope_parameters")
     for layer_type in site.layer_types or (None,):
         old, new = (p[layer_type] if layer_type else p for p in (before, site.config.rope_parameters))
-        swapped = record is not None and ROTARY in record.make_scheme().sites and old != new
+        swapped = record is not None and ROTARY in scheme_of(record).sites and old != new
         names.append((_rotary_name(old), record.scheme if swapped else _rotary_name(new)))
         shown = {k: v for k, v in new.items() if k != "rope_type" and v is not None}
         label = f"{layer_type}: " if layer_type else ""
@@ -143,17 +143,17 @@ def _describe_rotary(anatomy: Anatomy, record: Record | None) -> SiteDescription
 
 def _describe_table(anatomy: Anatomy, record: Record | None) -> SiteDescription:
     table = anatomy.table
-    replaced = record is not None and EMBED in record.make_scheme().sites
+    replaced = record is not None and EMBED in scheme_of(record).sites
     has = NOTHING if _silenced(anatomy, record) else record.scheme if replaced else "learned"
     state = "trainable" if table.weight.requires_grad else "frozen"
     size = f"{table.grid[0]} x {table.grid[1]} patches" if table.grid else f"{table.length} positions"
-    joined = ", concatenated and projected" if replaced and _concatenated(record.make_scheme()) else ""
+    joined = ", concatenated and projected" if replaced and _concatenated(scheme_of(record)) else ""
     return SiteDescription(EMBED, "learned", has, f"{size}, width {table.rows.shape[-1]}, {state}{joined}")
 
 
 def _describe_bias(anatomy: Anatomy, record: Record | None) -> SiteDescription:
     table = next(iter(anatomy.bias.tables.values()))
-    replaced = record is not None and BIAS in record.make_scheme().sites
+    replaced = record is not None and BIAS in scheme_of(record).sites
     has = NOTHING if _silenced(anatomy, record) else record.scheme if replaced else "t5"
     return SiteDescription(BIAS, "t5", has, "inside attention" if replaced else f"{table.num_embeddings} buckets")
 
@@ -162,7 +162,7 @@ def _describe_added(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDes
     """What a swap put where the model had nothing."""
     if record is None:
         return
-    scheme = record.make_scheme()
+    scheme = scheme_of(record)
     for site in (EMBED, ROTARY, BIAS):
         if site in scheme.sites - anatomy.sites:
             where = "before the first layer" if site == EMBED else "inside attention"
@@ -177,7 +177,7 @@ def _concatenated(scheme: Scheme) -> bool:
 
 def _silenced(anatomy: Anatomy, record: Record | None) -> bool:
     """Whether the model's own sites were silenced, all of them, by a swap that put nothing like them there."""
-    scheme = None if record is None else record.make_scheme()
+    scheme = None if record is None else scheme_of(record)
     return scheme is not None and not scheme.stacks and not scheme.sites & anatomy.sites
 
 
@@ -462,7 +462,7 @@ def _rotary_faults(anatomy: Anatomy, path: str, module: nn.Module) -> Iterator[s
 
 def _record_faults(anatomy: Anatomy, record: Record) -> Iterator[str]:
     """Where the config is not what the recorded scheme writes."""
-    scheme, site = record.make_scheme(), anatomy.rotary
+    scheme, site = scheme_of(record), anatomy.rotary
     if site is None or ROTARY not in scheme.sites or scheme.in_attention:
         return
     before = config_before(anatomy.model, record).get_text_config()
@@ -498,7 +498,7 @@ def _table_faults(anatomy: Anatomy, record: Record | None) -> Iterator[str]:
             yield f"{name}: holds {held} positions and the table {rows}"
     if record is None:
         return
-    scheme = record.make_scheme()
+    scheme = scheme_of(record)
     if EMBED in scheme.sites and scheme.recomputable:
         rows = table.rows[table.reserved :]
         rms = record.measured.get("rms", 1.0)

@@ -15,17 +15,17 @@ from .errors import PosSwapError, RecalibrationWarning
 from .planning import plan
 from .planning.limits import limit_edits
 from .planning.plan import Plan
-from .planning.rotary import pairing_edits, rotary_edits, rotary_geometry, scaled_layer_types
+from .planning.rotary import keep_dtype, pairing_edits, rotary_edits, rotary_geometry, scaled_layer_types
 from .record import KEY, PORTABLE, Record, config_values, owner_of
-from .scheme import Scheme, make_scheme
-from .sites import BIAS, EMBED
+from .scheme import Scheme, make_scheme, scheme_of
+from .sites import BIAS, EMBED, ROTARY
 
 ATTRIBUTE = "_posswap"
 
 
 @dataclass
 class Patch:
-    """What a patched model carries. `journal` takes the patch back; None where what it replaced is gone.
+    """What a patched model carries. `journal` takes the patch back; None on a reloaded model, until it is asked for.
 
     `outside` are edits of the tokenizer and processor that the caller handed in: theirs, not the model's, to undo.
     """
@@ -62,7 +62,7 @@ def patch_model(
     """
     scheme = make_scheme(scheme, params)
     patch = patch_of(model)
-    if patch is not None and patch.record.make_scheme() == scheme and not dry_run:
+    if patch is not None and scheme_of(patch.record) == scheme and not dry_run:
         _swap_limits(model, patch, limit_edits(model, _text(model), patch.record.length, tokenizer, processor))
         return model
     if patch is not None:
@@ -139,16 +139,16 @@ def adopt(model: nn.Module, record: Record) -> Patch:
         )
     anatomy = examine(model)
     replaced = _replaced_sites(anatomy, record)
-    trainable = record.make_scheme().trainable
+    trainable = scheme_of(record).trainable
     if EMBED in replaced and not trainable:  # transformers loads every table as trainable
         anatomy.table.weight.requires_grad_(False)
     if BIAS in replaced and not trainable:
         for table in anatomy.bias.tables.values():
             table.weight.requires_grad_(False)
-    journal = None
-    if not replaced & {EMBED, BIAS}:
-        journal = Journal(_config_edits(model.config, record.original) + _way_back(anatomy, record))
-    patch = Patch(record, journal)
+    if ROTARY in replaced:
+        for module in anatomy.rotary.modules.values():
+            keep_dtype(module).swap()
+    patch = Patch(record, None)
     setattr(model, ATTRIBUTE, patch)
     return patch
 
@@ -162,7 +162,7 @@ def forget_replaced(model: nn.Module) -> None:
 
 def _replaced_sites(anatomy: Anatomy, record: Record) -> frozenset[str]:
     """The sites of a model that a recorded swap took over or silenced."""
-    scheme = record.make_scheme()
+    scheme = scheme_of(record)
     return frozenset() if scheme.stacks else scheme.sites & anatomy.sites or anatomy.sites
 
 
@@ -174,20 +174,26 @@ def config_before(model: nn.Module, record: Record) -> Any:
     return before
 
 
-def _way_back(anatomy: Anatomy, record: Record) -> list[Replace]:
-    """Edits, already made, whose other side is the rotary site as the record's original config builds it."""
-    back = Plan(anatomy, record.make_scheme(), anatomy.model.config)
-    rotary_edits(back, anatomy.rotary, config_before(anatomy.model, record).get_text_config())
+def _way_back(model: nn.Module, record: Record) -> Journal:
+    """Edits, already made, whose other side is a reloaded model's rotary site as its original config builds it."""
+    anatomy = examine(model)
+    if _replaced_sites(anatomy, record) & {EMBED, BIAS}:
+        raise PosSwapError(
+            f"{record.scheme}: this checkpoint no longer holds the table that the swap replaced, so it cannot be "
+            f"undone or swapped again; load {record.source or 'the original model'} and patch that"
+        )
+    back = Plan(anatomy, scheme_of(record), model.config)
+    rotary_edits(back, anatomy.rotary, config_before(model, record).get_text_config())
     for edit in back.edits:
-        if edit.name == "_apply":  # belongs to the patched side: make it now, undo it later
-            edit.swap()
+        if edit.name == "_apply":  # belongs to the patched side, and `adopt` made it
+            edit.value = ABSENT
     if "pairing" in record.original:
         layer_types = scaled_layer_types(anatomy.rotary, back.scheme)
         geometry = rotary_geometry(anatomy, layer_types[0])
         # the rows are permuted already; the other order of the two is the inverse permutation
         other = "halves" if record.params["pairing"] == "interleaved" else "interleaved"
         pairing_edits(back, geometry, other, layer_types)
-    return back.edits
+    return Journal(_config_edits(model.config, record.original) + back.edits)
 
 
 def _config_edits(config: Any, original: dict[str, Any]) -> list[Replace]:
@@ -198,11 +204,7 @@ def _config_edits(config: Any, original: dict[str, Any]) -> list[Replace]:
 
 def _revert(model: nn.Module, patch: Patch) -> None:
     if patch.journal is None:
-        source = patch.record.source or "the original model"
-        raise PosSwapError(
-            f"{patch.record.scheme}: this checkpoint no longer holds the table that the swap replaced, so it cannot be "
-            f"undone or swapped again; load {source} and patch that"
-        )
+        patch.journal = _way_back(model, patch.record)
     patch.journal.revert()
     delattr(model, ATTRIBUTE)
 

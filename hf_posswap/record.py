@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from .errors import PosSwapError, nearest
-from .scheme import Scheme, make_scheme
 
 KEY = "posswap"
 VERSION = 1
@@ -34,9 +33,6 @@ class Record:
     measured: dict[str, float] = field(default_factory=dict)
     source: str = ""
     version: int = VERSION
-
-    def make_scheme(self) -> Scheme:
-        return make_scheme(self.scheme, self.params)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

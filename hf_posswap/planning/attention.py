@@ -75,9 +75,9 @@ def _calls_interface(module: nn.Module) -> bool:
     return code is not None and "get_interface" in code.co_names and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
-def install_attention(new: Plan, scheme: Scheme, sites: frozenset[str]) -> None:
-    """Attach what the scheme puts at `sites` (bias, rotary) to every attention module, and route attention there."""
-    model = new.anatomy.model
+def install_attention(new: Plan, scheme: Scheme) -> None:
+    """Attach what the scheme puts inside attention to every attention module, and route attention there."""
+    model, sites = new.anatomy.model, scheme.sites_in_attention(new.anatomy.sites)
     site = find_attention(model, scheme)
     for config in {id(m.config): m.config for m in site.modules.values()}.values():
         attention.check_backend(config._attn_implementation, scheme.name)

@@ -30,7 +30,7 @@ from ..checkpoint import from_pretrained
 from ..errors import PosSwapError, nearest
 from ..patching import patch_model
 from ..record import KEY, Record
-from ..scheme import Scheme
+from ..scheme import Scheme, scheme_of
 from .arguments import FinetuneArguments
 from .checkpoints import STATE, find_checkpoint, leave_model_to_transformers, save_checkpoint, save_model
 from .checks import check_count, check_documents_apart, check_length, check_tokenizer, find_objective
@@ -62,7 +62,7 @@ def load(arguments: FinetuneArguments, scheme: Scheme | None = None) -> tuple[Pr
     if checkpoint is None:
         return patch_model(model, scheme, tokenizer=tokenizer), tokenizer
     record = getattr(model.config, KEY, None)
-    carried = Record.from_dict(record).make_scheme() if record is not None else None
+    carried = scheme_of(Record.from_dict(record)) if record is not None else None
     if carried != scheme:
         raise PosSwapError(f"scheme={scheme} was given, and {checkpoint} carries {carried}; leave --scheme out")
     return model, tokenizer
