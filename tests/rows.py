@@ -146,6 +146,13 @@ CATALOGUE_ROWS = [
     Row("rope", "phi3", {"rope_theta": 1e4}),
     Row("yarn", "deepseek_v3_yarn", {"factor": 8}),
     Row("rope", "deepseek_v3_yarn", {"rope_theta": 1e5}),
+    Row("yarn", "llama_longrope", {"factor": 8}),
+    Row("yarn", "phi", {"factor": 4}),
+    Row("ntk", "phi", {"factor": 4}),
+    Row("longrope", "phi", {"factor": 4, "long_factor": (1.0, 1.5, 2.0, 4.0)}, **LAZY),
+    Row("rope", "phi", {"pairing": "interleaved"}, recalibrate=True),
+    Row("yarn", "olmo3", {"factor": 4, "layer_types": ("full_attention", "sliding_attention")}),
+    Row("linear", "modernbert", {"factor": 4, "layer_types": ("sliding_attention",)}),
 ]
 ROTARY_ROWS += CATALOGUE_ROWS
 TABLES = ("bert", "electra", "distilbert", "roberta", "xlm_roberta", "camembert", "mpnet", "gpt2", "opt")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_posswap import patch_model
 from hf_posswap.anatomy import examine
@@ -30,15 +31,55 @@ def llama(dim: int, theta: float, length: int):
     )
 
 
-@pytest.mark.parametrize("scheme", ["linear", "ntk", "yarn", "llama3"])
+def stretches(dim: int, factor: float) -> tuple[float, ...]:
+    return tuple(np.geomspace(1.0, factor, dim // 2).tolist())
+
+
+# scheme -> (its parameters beside the factor, of a head dimension; its oracle)
+FREQUENCIES = {
+    "rope": (lambda dim, factor: {"rope_theta": 3e4}, lambda dim, _, **known: oracles.rope(dim, 3e4)),
+    "linear": (lambda *_: {}, oracles.linear),
+    "ntk": (lambda *_: {}, oracles.ntk),
+    "dynamic": (
+        lambda *_: {},
+        lambda dim, theta, length, factor: oracles.dynamic(dim, theta, factor=factor, length=length, seen=2 * length),
+    ),
+    "yarn": (lambda *_: {}, oracles.yarn),
+    "ntk-by-parts": (lambda *_: {}, oracles.ntk_by_parts),
+    "llama3": (lambda *_: {}, oracles.llama3),
+    "longrope": (
+        lambda dim, factor: {"long_factor": stretches(dim, factor)},
+        lambda dim, theta, length, factor: oracles.longrope(
+            dim, theta, factor=factor, length=length, factors=stretches(dim, factor)
+        ),
+    ),
+    "proportional": (
+        lambda *_: {"partial_rotary_factor": 0.5},
+        lambda dim, theta, length, factor: oracles.proportional(dim, theta, factor=factor, share=0.5),
+    ),
+}
+# transformers blends kept and divided frequencies in float32: where almost nothing is kept, a few units in the last
+# place are lost. Ours is its number to the bit, so that every reader of the config computes the same.
+BLENDED = {("llama3", 32): 3e-6}
+
+
+@pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
+@pytest.mark.parametrize("scheme", FREQUENCIES)
 @pytest.mark.parametrize(("dim", "theta", "length", "factor"), GRID)
 def test_frequencies(scheme, dim, theta, length, factor):
-    rotary = patch_model(llama(dim, theta, length), scheme, factor=factor).model.rotary_emb
-    expected, scale = getattr(oracles, scheme)(dim, theta, factor=factor, length=length)
-    # transformers blends kept and divided frequencies in float32: up to `factor` rounding units in the smaller one
-    np.testing.assert_allclose(rotary.inv_freq.double().numpy(), expected, rtol=max(1e-6, factor * 2.0**-23))
+    """Within 1e-6 of the paper's, and transformers' own to the bit."""
+    params, oracle = FREQUENCIES[scheme]
+    params = params(dim, factor) | ({} if scheme == "rope" else {"factor": factor})
+    model = patch_model(llama(dim, theta, length), scheme, **params)
+    rotary, native = model.model.rotary_emb, LlamaRotaryEmbedding(model.config)
+    for module in (rotary, native):
+        module(torch.zeros(1, 1, 1), torch.tensor([[0, 2 * length - 1]]))  # dynamic follows the longest position
+    expected, scale = oracle(dim, theta, factor=factor, length=length)
+    tolerance = BLENDED.get((scheme, factor), 1e-6)
+    np.testing.assert_allclose(rotary.inv_freq.double().numpy(), expected, rtol=tolerance, atol=0)
     assert rotary.attention_scaling == pytest.approx(scale, rel=1e-12)
-    assert torch.equal(rotary.inv_freq, rotary.original_inv_freq)
+    assert torch.equal(rotary.inv_freq, native.inv_freq)
+    assert rotary.attention_scaling == native.attention_scaling
 
 
 @pytest.mark.parametrize("options", [{"beta_fast": 16, "beta_slow": 2}, {"truncate": False}, {"attention_factor": 1.5}])
