@@ -13,7 +13,7 @@ from hf_posswap.anatomy import examine
 from . import oracles
 from .conftest import by_id
 from .families import FAMILIES, LENGTH, WIDTH, pixels, tokens
-from .rows import ADDED_ROWS, CONCAT_ROWS, ROWS, STEPS, Row, logits
+from .rows import ADDED_ROWS, CONCAT_ROWS, ROTARY_ROWS, ROWS, STEPS, Row, logits
 
 GRID = [
     (dim, theta, length, factor)
@@ -80,6 +80,38 @@ def test_frequencies(scheme, dim, theta, length, factor):
     assert rotary.attention_scaling == pytest.approx(scale, rel=1e-12)
     assert torch.equal(rotary.inv_freq, native.inv_freq)
     assert rotary.attention_scaling == native.attention_scaling
+
+
+def expected_frequencies(row: Row, dim: int, theta: float) -> np.ndarray:
+    """What a rotary row's scheme turns by, from its parameters, before any long input."""
+    given = dict(row.params)
+    theta, length = given.pop("rope_theta", theta), LENGTH
+    factor = given.pop("target_length", length) / length if "factor" not in given else given.pop("factor")
+    share = given.pop("partial_rotary_factor", None)
+    if row.scheme == "rope":
+        return oracles.partial(dim, theta, partial_rotary_factor=1.0 if share is None else share)[0]
+    if row.scheme == "dynamic":
+        return oracles.dynamic(dim, theta, factor=factor, length=length, seen=given.get("freeze_at", length))[0]
+    if row.scheme == "longrope":
+        given["factors"] = given.get("short_factor", given["long_factor"])
+    oracle = getattr(oracles, row.scheme.replace("-", "_"))
+    return oracle(dim, theta, factor=factor, length=length, share=share, **given)[0]
+
+
+@by_id(ROTARY_ROWS)
+def test_frequencies_of_every_layout(row: Row):
+    """Complex tables, latent attention, coordinates of images, a part of each head, parameters per layer type."""
+    source, model = row.source(), row.patched()
+    site, before = examine(model).rotary, examine(source).rotary
+    full = ("full_attention",) if site.layer_types else (None,)
+    for layer_type in site.layer_types or (None,):
+        scaled = layer_type in row.params.get("layer_types", full)
+        name = f"{layer_type}_inv_freq" if layer_type else "inv_freq"
+        theta = before.parameters(before.config, layer_type)["rope_theta"]
+        for path, module in site.modules.items():
+            found, old = module.get_buffer(name).double().numpy(), before.modules[path].get_buffer(name).numpy()
+            expected = expected_frequencies(row, 2 * len(found), theta) if scaled else old
+            np.testing.assert_allclose(found, expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("options", [{"beta_fast": 16, "beta_slow": 2}, {"truncate": False}, {"attention_factor": 1.5}])

@@ -35,6 +35,7 @@ class ScaledRope(Scheme):
         self.check_count("target_length")
         self.check_count("original_max_position_embeddings")
         self.check_number("rope_theta", above=0)
+        self.check_names("layer_types")
         if self.factor is not None and self.target_length is not None:
             raise self.refuse("factor", f"was given together with target_length={self.target_length}; give one of them")
         if self.factor is None and self.target_length is None and self.default_factor is None:

@@ -50,9 +50,8 @@ class Learned(Scheme):
         self.check_number("factor", at_least=1)
         self.check_choice("init", INITS)
         self.check_choice("combine", COMBINES)
-        if self.init_seed is not None and (
-            self.init != "random" or isinstance(self.init_seed, bool) or self.init_seed < 0
-        ):
+        seed = self.init_seed
+        if seed is not None and (self.init != "random" or type(seed) is not int or seed < 0):
             raise self.refuse("init_seed", "is not a natural number beside init='random'")
         sizes = {k: v for k, v in self.given().items() if k not in ("init", "init_seed", "combine")}
         if self.combine == "concat":
@@ -83,6 +82,8 @@ class Learned(Scheme):
             raise PosSwapError(
                 f"learned: init='hierarchical' reaches {site.length**2} positions from {site.length}, not {length}"
             )
+        if self.init == "fit" and site.dim % 2:
+            raise self.refuse("init", f"pairs sines with cosines, and this model's width is {site.dim}, an odd number")
         options = {} if self.init_seed is None else {"seed": self.init_seed}
         table = _tables.resized(self.init, site.table, length, **options)
         return EmbedChange(partial(_tables.lookup, table), length=length)

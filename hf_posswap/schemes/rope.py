@@ -33,6 +33,7 @@ class Rope(Scheme):
     def __post_init__(self) -> None:
         self.check_number("rope_theta", above=0)
         self.check_number("partial_rotary_factor", above=0)
+        self.check_names("layer_types")
         if self.pairing is not None:
             self.check_choice("pairing", PAIRINGS)
         if self.partial_rotary_factor is not None and self.partial_rotary_factor > 1:
