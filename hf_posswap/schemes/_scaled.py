@@ -68,8 +68,8 @@ class ScaledRope(Scheme):
 class RampedRope(ScaledRope):
     """Fast dimensions kept, slow ones interpolated, a linear ramp between the two (YaRN, definition 1).
 
-    beta_fast, beta_slow: rotations within the trained length beyond which a dimension is kept, and below which it
-    is interpolated (32 and 1 where None). truncate: round the ramp's ends to whole dimensions (True where None).
+    beta_fast (the paper's beta), beta_slow (its alpha): rotations within the trained length beyond which a dimension
+    is kept, and below which it is interpolated (32 and 1 where None). truncate: round the ramp's ends to whole dimensions (True where None).
     """
 
     beta_fast: float | None = None
