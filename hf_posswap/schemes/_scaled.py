@@ -69,7 +69,8 @@ class RampedRope(ScaledRope):
     """Fast dimensions kept, slow ones interpolated, a linear ramp between the two (YaRN, definition 1).
 
     beta_fast (the paper's beta), beta_slow (its alpha): rotations within the trained length beyond which a dimension
-    is kept, and below which it is interpolated (32 and 1 where None). truncate: round the ramp's ends to whole dimensions (True where None).
+    is kept, and below which it is interpolated (32 and 1 where None). truncate: round the ramp's ends to whole
+    dimensions (True where None).
     """
 
     beta_fast: float | None = None
