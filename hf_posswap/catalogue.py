@@ -11,7 +11,7 @@ from .sites import BIAS, EMBED, ROTARY
 STORED = {
     frozenset(): "native where transformers has a switch for it, else portable",
     frozenset({ROTARY}): "native on a rotary model, else portable",
-    frozenset({EMBED}): "native on a model with a table, else portable",
+    frozenset({EMBED}): "native on a model with a table, else and with combine='concat' portable",
     frozenset({BIAS}): "portable",
 }
 HEAD = ("scheme", "paper", "site", "parameters", "stored", "trained with the model", "recalibrate")

@@ -20,7 +20,7 @@ from hf_posswap.arguments import parse, run
 
 # the model is built with a learned table; each of the others replaces it before the first step
 SCHEMES = ("learned", "sinusoidal", "rope", "alibi", "nope")
-ROWS = 8  # of the trained length, in a training step
+ROWS = 16  # of the trained length, in a training step
 HELD_OUT_STEPS = 64  # batches of ROWS that the loss is measured on
 
 
@@ -29,7 +29,7 @@ class StudyArguments:
     """Sizes of the study."""
 
     output_dir: str = field(metadata={"help": "Folder for results.json and table.md."})
-    length: int = field(default=128, metadata={"help": "Trained length, in bytes (one byte is one token)."})
+    length: int = field(default=64, metadata={"help": "Trained length, in bytes (one byte is one token)."})
     steps: int = field(default=1000, metadata={"help": f"Training steps of each model, {ROWS} rows each."})
     seeds: int = field(default=2, metadata={"help": "Models per scheme; each has its own start and order of rows."})
     width: int = field(default=96, metadata={"help": "Hidden size; a multiple of 32."})
