@@ -73,6 +73,14 @@ def logits(model: torch.nn.Module, **inputs: Any) -> torch.Tensor:
         return model(**inputs).logits
 
 
+def moved(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with what a patch added to it a little away from where it starts."""
+    for name, parameter in model.named_parameters():
+        if ".posswap." in name:
+            parameter.data += 0.05 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(2))
+    return model
+
+
 SCALED = [
     ("linear", {"factor": 4}, {}),
     ("ntk", {"factor": 4}, {}),

@@ -16,21 +16,13 @@ from hf_posswap import PosSwapError, describe, from_pretrained, patch_model, pro
 
 from .conftest import by_id
 from .families import FAMILIES, tokens
-from .rows import ROTARY_ROWS, ROWS, SILENT_ROWS, Row, logits
+from .rows import ROTARY_ROWS, ROWS, SILENT_ROWS, Row, logits, moved
 
 FRESH = Path(__file__).with_name("reload.py")
 
 
 def folder_name(row: Row) -> str:
     return f"{ROWS.index(row):03d}-{row.scheme}-{row.family}"
-
-
-def moved(model):
-    """The model with what a patch added to it a little away from where it starts."""
-    for name, parameter in model.named_parameters():
-        if ".posswap." in name:
-            parameter.data += 0.05 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(2))
-    return model
 
 
 @pytest.fixture(scope="module")
