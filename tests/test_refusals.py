@@ -146,6 +146,8 @@ REFUSED = [
     ("llama", "sinusoidal", {"combine": "concat", "max_positions": 80}, r"max_positions=80 sizes a table"),
     ("gpt2", "learned", {"combine": "concat", "factor": 2}, r"combine='concat' does not resize .*leave out factor"),
     ("gpt2", "learned", {"combine": "concat", "max_positions": 64}, r"max_positions=64: .* this model's has 32"),
+    ("gpt2", "learned", {"combine": "concat", "init": "tile"}, r"init='tile' makes new rows from old ones"),
+    ("gpt2", "learned", {"combine": "concat", "init": "random"}, r"init='random' draws rows"),
     ("llama", "learned", {"combine": "concat"}, r"give max_positions, the rows of the table"),
     ("vit", "learned", {"combine": "concat"}, r"combine='concat' is for text"),
     ("vit", "learned", {"image_size": 64, "init": "fit"}, r"init='fit' is for text"),

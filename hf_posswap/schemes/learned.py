@@ -9,9 +9,9 @@ from typing import ClassVar
 from ..errors import PosSwapError
 from ..scheme import Scheme
 from ..sites import EMBED, EmbedChange, EmbedGeometry
+from .sinusoidal import COMBINES
 
 INITS = ("interpolate", "tile", "hierarchical", "fit", "random")
-COMBINES = ("add", "concat")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +57,8 @@ class Learned(Scheme):
         if self.combine == "concat":
             if sizes.keys() - {"max_positions"}:
                 raise self.refuse("combine", f"does not resize a table; leave out {next(iter(sizes))}")
+            if self.init not in ("interpolate", "random"):
+                raise self.refuse("init", "makes new rows from old ones, and combine='concat' makes none; leave it out")
         elif len(sizes) != 1:
             raise PosSwapError(
                 f"learned: give exactly one of max_positions, target_length, factor, image_size; got {sizes or 'none'}"
@@ -96,6 +98,8 @@ class Learned(Scheme):
         if site.grid is not None:
             raise self.refuse("combine", "is for text")
         if site.table is not None:
+            if self.init == "random":
+                raise self.refuse("init", "draws rows, and combine='concat' keeps this model's own; leave it out")
             return EmbedChange(
                 partial(_tables.lookup, site.table),
                 length=self.max_positions or site.length,
