@@ -4,7 +4,7 @@ python scripts/fixed_or_learned.py --output_dir docs/fixed_or_learned
 
 Masked bytes of Python's standard library, the same rows and masks for every scheme; what is measured is the loss on
 files held out, at the trained length and at twice of it, where the rows of a learned table were never trained. About
-twelve minutes on one core. Writes results.json and table.md.
+ten minutes on one core. Writes results.json and table.md.
 """
 
 from __future__ import annotations
