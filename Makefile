@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-long quality bench readme pictures wheel clean
+.PHONY: demo test test-long quality bench readme pictures docs studies wheel clean
 
 $(VENV)/run: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,13 @@ readme: $(VENV)/run  ## write the generated parts of README.md and docs/
 
 pictures: $(VENV)/run  ## every scheme draws itself into docs/pictures
 	$(RUN) -m hf_posswap.drawing --output_dir docs/pictures
+
+docs: readme pictures  ## every table and picture that is made from the code
+
+studies: $(VENV)/run  ## the studies of docs/, about forty minutes on one core
+	$(RUN) scripts/longrope_study.py --output_dir docs/longrope
+	$(RUN) scripts/dilution.py --output_dir docs/dilution
+	$(RUN) scripts/fixed_or_learned.py --output_dir docs/fixed_or_learned
 
 wheel: $(VENV)/dev
 	$(RUN) -m hatchling build

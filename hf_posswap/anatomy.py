@@ -287,15 +287,18 @@ def find_pairing(site: RotarySite, model: PreTrainedModel) -> str | None:
         apply, angles = (lambda q, *_: (modeling["rotate_half"](q),)), ()
     if apply is None or any(angle.dim() != 3 for angle in angles):
         return None
-    probe = torch.zeros(1, 1, 1, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    probe[..., 0] = 1.0
-    try:
-        turned = apply(probe, probe, *angles)[0]
-    except (TypeError, RuntimeError):
-        return None
-    partner = [i for i in turned.flatten().nonzero().flatten().tolist() if i != 0]
     half = twin.get_buffer(next(site.buffers())).shape[-1]
-    return {1: "interleaved", half: "halves"}.get(partner[0]) if len(partner) == 1 else None
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for width in (head_dim, 2 * half):  # Phi hands over the dimensions that turn, GPT-NeoX the whole head
+        probe = torch.zeros(1, 1, 1, width)
+        probe[..., 0] = 1.0
+        try:
+            turned = apply(probe, probe, *angles)[0]
+        except (TypeError, RuntimeError):
+            continue
+        partner = [i for i in turned.flatten().nonzero().flatten().tolist() if i != 0]
+        return {1: "interleaved", half: "halves"}.get(partner[0]) if len(partner) == 1 else None
+    return None
 
 
 def plain_twin(site: RotarySite) -> nn.Module:

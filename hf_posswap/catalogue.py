@@ -11,7 +11,7 @@ from .sites import BIAS, EMBED, ROTARY
 STORED = {
     frozenset(): "native where transformers has a switch for it, else portable",
     frozenset({ROTARY}): "native on a rotary model, else portable",
-    frozenset({EMBED}): "native on a model with a table, else portable",
+    frozenset({EMBED}): "native on a model with a table, else and with combine='concat' portable",
     frozenset({BIAS}): "portable",
 }
 HEAD = ("scheme", "paper", "site", "parameters", "stored", "trained with the model", "recalibrate")
@@ -48,9 +48,7 @@ def _row(cls: type[Scheme]) -> list[str]:
 
 
 def _trained(cls: type[Scheme]) -> str:
-    """What optimisers move: the model's own table, or what a bias scheme adds to every model."""
-    if cls.trainable:
-        return "the table"
+    """What optimisers move: the model's own table, or what a scheme adds to every model."""
     return cls.learns or "nothing"
 
 

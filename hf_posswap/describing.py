@@ -17,7 +17,7 @@ from .patching import config_before, record_of
 from .planning.plan import config_path, plain_state
 from .planning.rotary import build, has_second_factor, unscaled
 from .record import FOREIGN_ROPE_TYPE, NATIVE, PORTABLE, Record
-from .scheme import scheme_of
+from .scheme import Scheme, scheme_of
 from .sites import BIAS, EMBED, ROTARY, EmbedGeometry, RotaryGeometry
 
 NOTHING = "none"
@@ -147,7 +147,8 @@ def _describe_table(anatomy: Anatomy, record: Record | None) -> SiteDescription:
     has = NOTHING if _silenced(anatomy, record) else record.scheme if replaced else "learned"
     state = "trainable" if table.weight.requires_grad else "frozen"
     size = f"{table.grid[0]} x {table.grid[1]} patches" if table.grid else f"{table.length} positions"
-    return SiteDescription(EMBED, "learned", has, f"{size}, width {table.rows.shape[-1]}, {state}")
+    joined = ", concatenated and projected" if replaced and _concatenated(scheme_of(record)) else ""
+    return SiteDescription(EMBED, "learned", has, f"{size}, width {table.rows.shape[-1]}, {state}{joined}")
 
 
 def _describe_bias(anatomy: Anatomy, record: Record | None) -> SiteDescription:
@@ -164,8 +165,14 @@ def _describe_added(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDes
     scheme = scheme_of(record)
     for site in (EMBED, ROTARY, BIAS):
         if site in scheme.sites - anatomy.sites:
-            where = "added before the first layer" if site == EMBED else "inside attention"
+            where = "before the first layer" if site == EMBED else "inside attention"
+            if site == EMBED:
+                where = f"concatenated {where}, and projected" if _concatenated(scheme) else f"added {where}"
             yield SiteDescription(site, NOTHING, record.scheme, where)
+
+
+def _concatenated(scheme: Scheme) -> bool:
+    return getattr(scheme, "combine", "add") == "concat"
 
 
 def _silenced(anatomy: Anatomy, record: Record | None) -> bool:

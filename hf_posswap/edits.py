@@ -55,15 +55,18 @@ class Replace:
 
 @dataclass
 class Hook:
-    """Install, or remove, a forward pre-hook that sees keyword arguments."""
+    """Install, or remove, a forward pre-hook that sees keyword arguments; or a hook `after` the forward."""
 
     owner: nn.Module
     function: Callable
     where: str = ""
+    after: bool = False
     handle: Any = None
 
     def swap(self) -> None:
-        if self.handle is None:
+        if self.handle is None and self.after:
+            self.handle = self.owner.register_forward_hook(self.function)
+        elif self.handle is None:
             self.handle = self.owner.register_forward_pre_hook(self.function, with_kwargs=True)
         else:
             self.handle.remove()
@@ -71,7 +74,7 @@ class Hook:
 
     def __str__(self) -> str:
         name = getattr(self.function, "func", self.function).__name__
-        return f"{self.where or type(self.owner).__name__}: before forward, {name}"
+        return f"{self.where or type(self.owner).__name__}: {'after' if self.after else 'before'} forward, {name}"
 
 
 @dataclass

@@ -18,11 +18,17 @@ def move_without_cast(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse
     by a whole turn after a few hundred positions.
     """
 
+    return type(module)._apply(module, keeping_dtype(fn), recurse)
+
+
+def keeping_dtype(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """What moves a tensor as `fn` does and does not cast it."""
+
     def keep(tensor: Tensor) -> Tensor:
         moved = fn(tensor)
         return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
-    return type(module)._apply(module, keep, recurse)
+    return keep
 
 
 def zero_frequencies(config: Any, *_: Any, size: int = 0, **__: Any) -> tuple[Tensor, float]:

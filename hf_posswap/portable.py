@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from .anatomy import Anatomy, TableDeclaration, find_bias, find_rotary, find_table
-from .attention import Attached
 from .edits import Journal
 from .errors import PosSwapError
 from .planning.plan import Plan
@@ -53,12 +52,7 @@ def load_added(model: PreTrainedModel, path: str | os.PathLike, **hub: Any) -> N
     from safetensors import safe_open
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-    added = {
-        f"{where}.{name}": parameter
-        for where, module in model.named_modules()
-        if isinstance(module, Attached)
-        for name, parameter in module.named_parameters()
-    }
+    added = {name: parameter for name, parameter in model.named_parameters() if KEY in name.split(".")}
     if not added:
         return
     index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **hub)

@@ -89,6 +89,16 @@ class Scheme:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise self.refuse(argument, "is not a positive integer")
 
+    def check_names(self, argument: str) -> None:
+        """Raise unless the field is None or a list of one name or more."""
+        value = getattr(self, argument)
+        if isinstance(value, list):
+            value = tuple(value)
+            object.__setattr__(self, argument, value)
+        if value is None or (isinstance(value, tuple) and value and all(isinstance(name, str) for name in value)):
+            return
+        raise self.refuse(argument, "is not a list of names")
+
     def check_choice(self, argument: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, argument)
         if value not in choices:

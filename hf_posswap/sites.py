@@ -86,12 +86,15 @@ class EmbedChange:
 
     `vectors` maps positions, an integer tensor of any shape (...), to float32 vectors (..., E). `length` is the
     number of positions it is good for.
-    `grid` is the (rows, columns) that an image model gets.
+    `grid` is the (rows, columns) that an image model gets. `projection` (E, E): a vector is not added to the token's
+    but concatenated with it and projected back to E; this is the half of the projection that reads it, at the start,
+    and the other half is the identity.
     """
 
     vectors: Callable[[Tensor], Tensor]
     length: int
     grid: tuple[int, int] | None = None
+    projection: Tensor | None = None
 
 
 @dataclass(frozen=True)

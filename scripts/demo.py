@@ -63,6 +63,19 @@ class Demo:
         self.series: list[dict[str, Any]] = []
         self.reloads: dict[str, bool] = {}
 
+    def base(self) -> Path:
+        """The folder of the base model, for a study of it: the one that a demo left there, or trained now.
+
+        Raises PosSwapError where what is there was trained on other text than this Python's library.
+        """
+        folder = self.folder / "base"
+        if not (folder / "train_log.json").is_file():
+            self.pretrain()
+        log = json.loads((folder / "train_log.json").read_text(encoding="utf-8"))["arguments"]
+        if (log["train_file"], log["max_steps"]) != ([str(path) for path in self.train], self.arguments.steps):
+            raise PosSwapError(f"demo={str(self.folder)!r} holds a model of another text or length of training")
+        return folder
+
     def run(self) -> None:
         base = self.pretrain()
         self.measure(base, "base", None)
@@ -243,7 +256,7 @@ def split_by_file(arguments: DemoArguments) -> tuple[list[Path], list[Path]]:
     if not files:
         raise PosSwapError(f"Python's standard library at {root} holds no source files to train on")
     held_out = [p for p in files if hashlib.sha256(str(p.relative_to(root)).encode()).digest()[0] % 10 == 0]
-    train = sorted(set(files) - set(held_out), key=lambda p: hashlib.sha256(p.name.encode()).digest())
+    train = sorted(set(files) - set(held_out), key=lambda p: (hashlib.sha256(p.name.encode()).digest(), p))
     needed, sizes = 2 * arguments.steps * ROWS * arguments.length, accumulate(p.stat().st_size for p in train)
     enough = next((i + 1 for i, size in enumerate(sizes) if size >= needed), len(train))
     longest = (arguments.factor + 1) * arguments.length

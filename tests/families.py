@@ -90,6 +90,7 @@ FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", "LlamaConfig", ROTARY, True, packs=True),
     "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", ROTARY | {"head_dim": 32}, True, packs=True),
     "gpt_neox": Family("GPTNeoXForCausalLM", "GPTNeoXConfig", SIZES | {"rotary_pct": 0.25}, True, packs=True),
+    "phi": Family("PhiForCausalLM", "PhiConfig", SIZES | {"resid_pdrop": 0.0, "embd_pdrop": 0.0}, True, packs=True),
     "cohere": Family("CohereForCausalLM", "CohereConfig", ROTARY, True, packs=True),
     "gemma3": Family(
         "Gemma3ForCausalLM",
@@ -140,6 +141,11 @@ FAMILIES: dict[str, Family] = {
         4 * LENGTH,
     ),
     "llama_yarn": _scaled({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": LENGTH}, 4 * LENGTH),
+    "llama_longrope": _scaled(
+        {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": LENGTH}
+        | {"short_factor": [1.0] * 8, "long_factor": [1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0]},
+        4 * LENGTH,
+    ),
     "deepseek_v3_yarn": Family(
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",

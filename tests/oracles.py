@@ -46,6 +46,7 @@ def yarn(
     beta_slow=1,
     truncate=True,
     attention_factor=None,
+    **_,
 ) -> tuple[np.ndarray, float]:
     """YaRN definitions 2 and 3. The ramp runs over dimension indices, as in the authors' code; its ends are where a
     dimension makes beta rotations within L, found here by bisection on the wavelength instead of by the formula."""

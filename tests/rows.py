@@ -21,7 +21,8 @@ class Row:
 
     native: stock transformers reloads it. undoable: an undo survives a reload. length: tokens at which the effect
     is looked for. exact_cache: decode equals a full forward. static: no frequency depends on the length. compiles:
-    to one graph, where it is static. recalibrate: warns. keeps_table: a learned table stays as it was. flex: checked
+    to one graph, where it is static. recalibrate: warns. keeps_table: a learned table stays as it was. starts_as: the
+    (scheme, params) whose function it begins with, UNPATCHED the model's own. flex: checked
     on FlexAttention too (seconds to compile).
     """
 
@@ -36,6 +37,7 @@ class Row:
     compiles: bool = True
     recalibrate: bool = False
     keeps_table: bool = False
+    starts_as: tuple[str, dict[str, Any]] | None = None
     flex: bool = False
 
     @property
@@ -69,6 +71,14 @@ class Row:
 def logits(model: torch.nn.Module, **inputs: Any) -> torch.Tensor:
     with torch.no_grad():
         return model(**inputs).logits
+
+
+def moved(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with what a patch added to it a little away from where it starts."""
+    for name, parameter in model.named_parameters():
+        if ".posswap." in name:
+            parameter.data += 0.05 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(2))
+    return model
 
 
 SCALED = [
@@ -144,6 +154,13 @@ CATALOGUE_ROWS = [
     Row("rope", "phi3", {"rope_theta": 1e4}),
     Row("yarn", "deepseek_v3_yarn", {"factor": 8}),
     Row("rope", "deepseek_v3_yarn", {"rope_theta": 1e5}),
+    Row("yarn", "llama_longrope", {"factor": 8}),
+    Row("yarn", "phi", {"factor": 4}),
+    Row("ntk", "phi", {"factor": 4}),
+    Row("longrope", "phi", {"factor": 4, "long_factor": (1.0, 1.5, 2.0, 4.0)}, **LAZY),
+    Row("rope", "phi", {"pairing": "interleaved"}, recalibrate=True),
+    Row("yarn", "olmo3", {"factor": 4, "layer_types": ("full_attention", "sliding_attention")}),
+    Row("linear", "modernbert", {"factor": 4, "layer_types": ("sliding_attention",)}),
 ]
 ROTARY_ROWS += CATALOGUE_ROWS
 TABLES = ("bert", "electra", "distilbert", "roberta", "xlm_roberta", "camembert", "mpnet", "gpt2", "opt")
@@ -190,6 +207,34 @@ MORE_TABLE_ROWS = [
     Row("learned", "vit", {"image_size": 48}, undoable=False),
     Row("learned", "vit", {"image_size": (48, 64), "init": "tile"}, undoable=False),
 ]
+UNPATCHED = ("", {})
+CONCAT = {"combine": "concat"}
+CONCAT_ROWS = [
+    *[
+        Row("sinusoidal", family, CONCAT, native=False, recalibrate=True, starts_as=("nope", {}), undoable=not table)
+        for family, table in (("llama", False), ("gemma3", False), ("gpt_neox", False), ("bert", True), ("opt", True))
+    ],
+    *[
+        Row(
+            "sinusoidal",
+            family,
+            CONCAT | {"init": "fit", "layout": "halves"},
+            native=False,
+            recalibrate=True,
+            undoable=False,
+            starts_as=("sinusoidal", {"init": "fit", "layout": "halves"}),
+        )
+        for family in ("roberta", "gpt2")
+    ],
+    *[
+        Row("learned", family, CONCAT, native=False, undoable=False, starts_as=UNPATCHED)
+        for family in ("bert", "roberta", "gpt2", "opt", "electra")
+    ],
+    *[
+        Row("learned", family, CONCAT | {"max_positions": 40}, native=False, recalibrate=True, starts_as=("nope", {}))
+        for family in ("llama", "qwen3")
+    ],
+]
 IN_ATTENTION = {
     "alibi": {},
     "alibi learnable": {"learnable": True},
@@ -233,6 +278,6 @@ ATTENTION_ROWS = [
     *in_attention("alibi, rope", "electra"),
     *in_attention("alibi, rope", "distilbert"),
 ]
-ROWS = ROTARY_ROWS + SILENT_ROWS + ADDED_ROWS + TABLE_ROWS + MORE_TABLE_ROWS + ATTENTION_ROWS
+ROWS = ROTARY_ROWS + SILENT_ROWS + ADDED_ROWS + TABLE_ROWS + MORE_TABLE_ROWS + CONCAT_ROWS + ATTENTION_ROWS
 CAUSAL_ROWS = [row for row in ROWS if row.anatomy.causal]
 TEXT_ROWS = [row for row in ROWS if not row.anatomy.vision]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
@@ -21,6 +23,13 @@ def test_first_line_names_scheme_paper_and_link(name):
     assert title
     assert link == cls.paper
     assert link.startswith("https://")
+
+
+@pytest.mark.parametrize("name", list_schemes())
+def test_every_field_is_documented(name):
+    described = " ".join(cls.__doc__ or "" for cls in registry()[name].__mro__)
+    missing = [field.name for field in fields(registry()[name]) if not re.search(rf"\b{field.name}\b", described)]
+    assert missing == []
 
 
 def test_table_has_a_row_for_every_scheme():

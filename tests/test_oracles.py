@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_posswap import patch_model
+from hf_posswap.anatomy import examine
 
 from . import oracles
 from .conftest import by_id
 from .families import FAMILIES, LENGTH, WIDTH, pixels, tokens
-from .rows import ROWS, STEPS, Row, logits
+from .rows import ADDED_ROWS, CONCAT_ROWS, ROTARY_ROWS, ROWS, STEPS, Row, logits
 
 GRID = [
     (dim, theta, length, factor)
@@ -29,15 +31,87 @@ def llama(dim: int, theta: float, length: int):
     )
 
 
-@pytest.mark.parametrize("scheme", ["linear", "ntk", "yarn", "llama3"])
+def stretches(dim: int, factor: float) -> tuple[float, ...]:
+    return tuple(np.geomspace(1.0, factor, dim // 2).tolist())
+
+
+# scheme -> (its parameters beside the factor, of a head dimension; its oracle)
+FREQUENCIES = {
+    "rope": (lambda dim, factor: {"rope_theta": 3e4}, lambda dim, _, **known: oracles.rope(dim, 3e4)),
+    "linear": (lambda *_: {}, oracles.linear),
+    "ntk": (lambda *_: {}, oracles.ntk),
+    "dynamic": (
+        lambda *_: {},
+        lambda dim, theta, length, factor: oracles.dynamic(dim, theta, factor=factor, length=length, seen=2 * length),
+    ),
+    "yarn": (lambda *_: {}, oracles.yarn),
+    "ntk-by-parts": (lambda *_: {}, oracles.ntk_by_parts),
+    "llama3": (lambda *_: {}, oracles.llama3),
+    "longrope": (
+        lambda dim, factor: {"long_factor": stretches(dim, factor)},
+        lambda dim, theta, length, factor: oracles.longrope(
+            dim, theta, factor=factor, length=length, factors=stretches(dim, factor)
+        ),
+    ),
+    "proportional": (
+        lambda *_: {"partial_rotary_factor": 0.5},
+        lambda dim, theta, length, factor: oracles.proportional(dim, theta, factor=factor, share=0.5),
+    ),
+}
+# transformers blends kept and divided frequencies in float32: where almost nothing is kept, a few units in the last
+# place are lost. Ours is its number to the bit, so that every reader of the config computes the same.
+BLENDED = {("llama3", 32): 3e-6}
+
+
+@pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
+@pytest.mark.parametrize("scheme", FREQUENCIES)
 @pytest.mark.parametrize(("dim", "theta", "length", "factor"), GRID)
 def test_frequencies(scheme, dim, theta, length, factor):
-    rotary = patch_model(llama(dim, theta, length), scheme, factor=factor).model.rotary_emb
-    expected, scale = getattr(oracles, scheme)(dim, theta, factor=factor, length=length)
-    # transformers blends kept and divided frequencies in float32: up to `factor` rounding units in the smaller one
-    np.testing.assert_allclose(rotary.inv_freq.double().numpy(), expected, rtol=max(1e-6, factor * 2.0**-23))
+    """Within 1e-6 of the paper's, and transformers' own to the bit."""
+    params, oracle = FREQUENCIES[scheme]
+    params = params(dim, factor) | ({} if scheme == "rope" else {"factor": factor})
+    model = patch_model(llama(dim, theta, length), scheme, **params)
+    rotary, native = model.model.rotary_emb, LlamaRotaryEmbedding(model.config)
+    for module in (rotary, native):
+        module(torch.zeros(1, 1, 1), torch.tensor([[0, 2 * length - 1]]))  # dynamic follows the longest position
+    expected, scale = oracle(dim, theta, factor=factor, length=length)
+    tolerance = BLENDED.get((scheme, factor), 1e-6)
+    np.testing.assert_allclose(rotary.inv_freq.double().numpy(), expected, rtol=tolerance, atol=0)
     assert rotary.attention_scaling == pytest.approx(scale, rel=1e-12)
-    assert torch.equal(rotary.inv_freq, rotary.original_inv_freq)
+    assert torch.equal(rotary.inv_freq, native.inv_freq)
+    assert rotary.attention_scaling == native.attention_scaling
+
+
+def expected_frequencies(row: Row, dim: int, theta: float) -> np.ndarray:
+    """What a rotary row's scheme turns by, from its parameters, before any long input."""
+    given = dict(row.params)
+    theta, length = given.pop("rope_theta", theta), LENGTH
+    factor = given.pop("target_length", length) / length if "factor" not in given else given.pop("factor")
+    share = given.pop("partial_rotary_factor", None)
+    if row.scheme == "rope":
+        return oracles.partial(dim, theta, partial_rotary_factor=1.0 if share is None else share)[0]
+    if row.scheme == "dynamic":
+        return oracles.dynamic(dim, theta, factor=factor, length=length, seen=given.get("freeze_at", length))[0]
+    if row.scheme == "longrope":
+        given["factors"] = given.get("short_factor", given["long_factor"])
+    oracle = getattr(oracles, row.scheme.replace("-", "_"))
+    return oracle(dim, theta, factor=factor, length=length, share=share, **given)[0]
+
+
+@by_id(ROTARY_ROWS)
+def test_frequencies_of_every_layout(row: Row):
+    """Complex tables, latent attention, coordinates of images, a part of each head, parameters per layer type."""
+    source, model = row.source(), row.patched()
+    site, before = examine(model).rotary, examine(source).rotary
+    full = ("full_attention",) if site.layer_types else (None,)
+    for layer_type in site.layer_types or (None,):
+        scaled = layer_type in row.params.get("layer_types", full)
+        name = f"{layer_type}_inv_freq" if layer_type else "inv_freq"
+        theta = before.parameters(before.config, layer_type)["rope_theta"]
+        for path, module in site.modules.items():
+            found, old = module.get_buffer(name).double().numpy(), before.modules[path].get_buffer(name).numpy()
+            expected = expected_frequencies(row, 2 * len(found), theta) if scaled else old
+            np.testing.assert_allclose(found, expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("options", [{"beta_fast": 16, "beta_slow": 2}, {"truncate": False}, {"attention_factor": 1.5}])
@@ -161,7 +235,7 @@ def test_tables(row: Row):
         np.testing.assert_array_equal(new[: len(old)], old)
 
 
-@by_id([r for r in ROWS if r.scheme == "sinusoidal" and not r.native])
+@by_id(ADDED_ROWS)
 def test_added_vectors(row: Row):
     """What enters the second reader of the first layer is the embedding plus the sinusoid."""
     model, ids = row.source(layers=1), tokens(1, 12)
@@ -186,6 +260,34 @@ def test_added_vectors(row: Row):
         rms = embedding(torch.arange(embedding.weight.shape[0])).double().square().mean().sqrt().item()
     expected = oracles.sinusoid(12, WIDTH, row.params["layout"], rms / np.sqrt(0.5))
     np.testing.assert_allclose(added, expected, atol=2e-6 * max(1.0, np.abs(seen["after"].numpy()).max()))
+
+
+@by_id([row for row in CONCAT_ROWS if row.anatomy.causal])
+def test_concatenated_vectors(row: Row):
+    """What enters the first layer is W [x | p]: token embedding and position side by side, by one matrix."""
+    model, ids = row.source(layers=1), tokens(1, 12)
+    embedding = model.get_input_embeddings()
+    with torch.no_grad():
+        x = embedding(ids)[0].double().numpy()
+        every = embedding(torch.arange(embedding.weight.shape[0])).double()
+    table, seen = getattr(examine(model).table, "rows", None), []
+    rms = (every if table is None else table[-LENGTH:].double()).square().mean().sqrt().item()
+    row.patch(model)
+    added = {name.rpartition(".")[2]: p for name, p in model.named_parameters() if ".posswap." in name}
+    added["projection"].data += 0.1 * torch.randn(WIDTH, 2 * WIDTH, generator=torch.Generator().manual_seed(0))
+    if row.scheme == "sinusoidal":
+        scale = 1.0 if row.params.get("init") == "fit" else rms / np.sqrt(0.5)
+        p = oracles.sinusoid(12, WIDTH, row.params.get("layout", "interleaved"), scale)
+    else:
+        p = (table[-LENGTH:] if table is not None else added["table"].detach())[:12].double().numpy()
+    first = examine(model).layers()[1][0]
+    first.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+    )
+    # hooks run in order: the one that adds the positions was there first
+    logits(model, input_ids=ids)
+    expected = np.concatenate([x, p], axis=1) @ added["projection"].detach().double().numpy().T
+    np.testing.assert_allclose(seen[0][0].double().numpy(), expected, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("size", [16, 48, 64, 72])

@@ -36,6 +36,14 @@ REFUSED = [
     ("llama", "yarn", {"factor": 4, "rope_theta": 0}, r"rope_theta=0 must be greater than 0"),
     ("llama", "yarn", {"factor": 4, "layer_types": ("full_attention",)}, r"one rotary for all layers"),
     ("gemma3", "yarn", {"factor": 4, "layer_types": ("full",)}, r"'full' is unknown; this model's are"),
+    ("gemma3", "yarn", {"factor": 4, "layer_types": ()}, r"layer_types=\(\) is not a list of names"),
+    (
+        "gemma3",
+        "rope",
+        {"rope_theta": 5e5, "layer_types": "full_attention"},
+        r"='full_attention' is not a list of names",
+    ),
+    ("gemma3", "linear", {"factor": 4, "layer_types": [0]}, r"layer_types=\(0,\) is not a list of names"),
     ("llama", "llama3", {"factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}, r"high_freq_factor=1 must be"),
     ("llama", "linear", {"factor": 1}, r"would change nothing"),
     ("llama", "rope", {}, r"would change nothing"),
@@ -56,6 +64,18 @@ REFUSED = [
         {"factor": 4, "long_factor": [2.0] * 7 + [1.0]},
         r"falls from 2.0 to 1.0 at 7",
     ),
+    ("llama", "longrope", {"factor": 4, "long_factor": []}, r"has 0 factors, .* turns 8 pairs"),
+    ("llama", "longrope", {"factor": 4, "long_factor": [float("nan")] * 8}, r"holds nan at 0, .* finite number"),
+    ("llama", "longrope", {"factor": 4, "long_factor": [-1.0] * 8}, r"holds -1.0 at 0, which is not positive"),
+    (
+        "llama",
+        "longrope",
+        {"factor": 4, "long_factor": [2.0] * 8, "short_factor": [1.5, 1.0] * 4},
+        r"short_factor=.* falls from 1.5 to 1.0 at 1",
+    ),
+    ("llama", "rope", {"partial_rotary_factor": 0.1875}, r"rotates 3 of 16 dimensions, not an even number"),
+    ("bert", "rope", {"partial_rotary_factor": 0.1875}, r"rotates 3 of 16 dimensions, not an even number"),
+    ("llama", "proportional", {"partial_rotary_factor": 0.1875}, r"keeps 1.5 of 8 pairs"),
     ("llama", "longrope", {"factor": 4, "long_factor": [0.0] * 8}, r"holds 0.0 at 0, which is not positive"),
     ("llama", "longrope", {"factor": 4, "long_factor": ["1"] * 8}, r"holds '1' at 0, which is not a finite number"),
     ("llama", "longrope", {"factor": 4, "long_factor": [1] * 8, "short_factor": [1]}, r"short_factor=.* has 1 factors"),
@@ -115,6 +135,21 @@ REFUSED = [
         {"max_positions": 64, "init": "random", "init_seed": -1},
         r"init_seed=-1 is not a natural number",
     ),
+    (
+        "bert",
+        "learned",
+        {"max_positions": 64, "init": "random", "init_seed": "3"},
+        r"init_seed='3' is not a natural number",
+    ),
+    ("bert", "sinusoidal", {"combine": "cat"}, r"combine='cat' is unknown; did you mean 'concat'"),
+    ("bert", "sinusoidal", {"combine": "concat", "max_positions": 80}, r"max_positions=80: .* this model's has 32"),
+    ("llama", "sinusoidal", {"combine": "concat", "max_positions": 80}, r"max_positions=80 sizes a table"),
+    ("gpt2", "learned", {"combine": "concat", "factor": 2}, r"combine='concat' does not resize .*leave out factor"),
+    ("gpt2", "learned", {"combine": "concat", "max_positions": 64}, r"max_positions=64: .* this model's has 32"),
+    ("gpt2", "learned", {"combine": "concat", "init": "tile"}, r"init='tile' makes new rows from old ones"),
+    ("gpt2", "learned", {"combine": "concat", "init": "random"}, r"init='random' draws rows"),
+    ("llama", "learned", {"combine": "concat"}, r"give max_positions, the rows of the table"),
+    ("vit", "learned", {"combine": "concat"}, r"combine='concat' is for text"),
     ("vit", "learned", {"image_size": 64, "init": "fit"}, r"init='fit' is for text"),
     ("vit", "learned", {"image_size": 50}, r"image_size=50 is not one or two multiples of the patch size 8"),
     ("vit", "learned", {"max_positions": 20}, r"20 patches are not a square grid"),
@@ -173,11 +208,27 @@ def test_a_patched_model_stays_patched(family, scheme, params, says):
         unchanged(model, before)
 
 
-def test_odd_head_dimension():
-    model = FAMILIES["gpt_neox"].build(hidden_size=80)  # a quarter of 20 dimensions
+SIZES = [
+    # family, its sizes, scheme, parameters, what the message must say
+    ("gpt_neox", {"hidden_size": 80}, "yarn", {"factor": 4}, r"head_dim=20 rotates 5 dimensions, an odd number"),
+    ("gpt_neox", {"rotary_pct": 0.125}, "ntk", {"factor": 4}, r"rotary dimension of 2 leaves no exponent"),
+    ("gpt_neox", {"rotary_pct": 0.125}, "dynamic", {"factor": 4}, r"dynamic.* cannot be built by this model's own"),
+    ("gpt_neox", {"rotary_pct": 0.125}, "dynamic", {"factor": 4, "freeze_at": 64}, r"a rotary dimension of 2 leaves"),
+    ("gpt_neox", {}, "longrope", {"factor": 4, "long_factor": [2.0] * 8}, r"has 8 factors, and this model turns 2"),
+    ("bert", {"hidden_size": 60}, "rope", {}, r"rope: head_dim=15 is odd; pairs of dimensions cannot be turned"),
+    ("bert", {"hidden_size": 60}, "yarn", {"factor": 4}, r"yarn: head_dim=15 is odd"),
+    ("electra", {"embedding_size": 33}, "sinusoidal", {}, r"needs an even width .* this model's is 33"),
+    ("electra", {"embedding_size": 33}, "learned", {"factor": 2, "init": "fit"}, r"init='fit' .* width is 33, an odd"),
+    ("opt", {"word_embed_proj_dim": 32}, "learned", {"combine": "concat"}, r"of one width; .* have 32 and 64"),
+]
+
+
+@pytest.mark.parametrize(("family", "sizes", "scheme", "params", "says"), SIZES, ids=[f"{r[0]}-{r[2]}" for r in SIZES])
+def test_sizes_that_a_scheme_cannot_use(family, sizes, scheme, params, says):
+    model = FAMILIES[family].build(**sizes)
     before = state(model)
-    with pytest.raises(PosSwapError, match="head_dim=20 rotates 5 dimensions, an odd number"):
-        patch_model(model, "yarn", factor=4)
+    with pytest.raises(PosSwapError, match=says):
+        patch_model(model, scheme, **params)
     unchanged(model, before)
 
 

@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_posswap import PosSwapError, from_pretrained, patch_model, unpatch_model
+from hf_posswap.anatomy import examine
 from hf_posswap.planning.rotary import build
 
 from . import oracles
@@ -23,26 +23,7 @@ def rotary_of(model):
     return next(m for m in model.modules() if hasattr(m, "original_inv_freq") or hasattr(m, "layer_types"))
 
 
-def stretches(dim: int, factor: float) -> list[float]:
-    return np.geomspace(1.0, factor, dim // 2).tolist()
-
-
 # --- numbers
-
-
-@pytest.mark.parametrize(("dim", "theta", "length", "factor"), GRID)
-def test_frequencies(dim, theta, length, factor):
-    model, known = llama(dim, theta, length), {"factor": factor, "length": length}
-    steps = stretches(dim, factor)
-    for scheme, params, (expected, scale) in (
-        ("ntk-by-parts", {}, oracles.ntk_by_parts(dim, theta, **known)),
-        ("longrope", {"long_factor": steps}, oracles.longrope(dim, theta, **known, factors=steps)),
-        ("proportional", {"partial_rotary_factor": 0.5}, oracles.proportional(dim, theta, **known, share=0.5)),
-    ):
-        rotary = patch_model(model, scheme, factor=factor, **params).model.rotary_emb
-        # transformers blends kept and divided frequencies in float32, see test_oracles
-        np.testing.assert_allclose(rotary.inv_freq.double().numpy(), expected, rtol=max(1e-6, factor * 2.0**-23))
-        assert rotary.attention_scaling == pytest.approx(scale, rel=1e-12)
 
 
 @pytest.mark.parametrize(("dim", "theta", "length", "factor"), [g for g in GRID if g[2] == 2048])
@@ -52,27 +33,6 @@ def test_frozen_dynamic_is_dynamic_at_that_length(dim, theta, length, factor):
     np.testing.assert_allclose(frozen.model.rotary_emb.inv_freq.double().numpy(), expected, rtol=1e-6)
     assert frozen.config.rope_parameters.keys() == {"rope_type", "rope_theta"}
     assert frozen.config.max_position_embeddings == 5000
-
-
-NATIVE = {
-    "linear": {},
-    "dynamic": {},
-    "yarn": {},
-    "ntk-by-parts": {"beta_fast": 16},
-    "llama3": {},
-    "longrope": {"long_factor": stretches(64, 8), "short_factor": [1.0] * 32},
-    "proportional": {"partial_rotary_factor": 0.5},
-}
-
-
-@pytest.mark.parametrize("scheme", NATIVE)
-@pytest.mark.parametrize("theta", [1e4, 5e5])
-def test_native_numbers_are_those_of_transformers_to_the_bit(scheme, theta):
-    model = patch_model(llama(64, theta, 2048), scheme, factor=8, **NATIVE[scheme])
-    rotary = model.model.rotary_emb
-    expected, scale = ROPE_INIT_FUNCTIONS[model.config.rope_parameters["rope_type"]](model.config, "cpu")
-    assert torch.equal(rotary.inv_freq, expected)
-    assert rotary.attention_scaling == scale
 
 
 # --- longrope: two lists of factors
@@ -138,7 +98,7 @@ def test_longrope_replaces_the_long_frequencies_of_a_native_one():
 
 # --- models that carry a scaling from their makers
 
-SCALED = ["llama_linear", "llama_dynamic", "llama31", "llama_yarn"]
+SCALED = ["llama_linear", "llama_dynamic", "llama31", "llama_yarn", "llama_longrope"]
 CALLS = [
     ("linear", {"factor": 2}),
     ("ntk", {"factor": 2}),
@@ -190,6 +150,51 @@ def test_yarn_on_latent_attention_sets_both_factors(family, params, of_rotation,
         assert layer.self_attn.scaling == pytest.approx(32**-0.5 * of_softmax**2)
     expected, _ = oracles.ntk_by_parts(16, 1e4, factor=8, length=LENGTH)
     np.testing.assert_allclose(rotary_of(model).inv_freq.double().numpy(), expected, rtol=1e-6)
+
+
+# --- pairing: an exact permutation of the weights
+
+
+def permuted(model, to: str):
+    """The model with the rows of its q and k (and their norms) in the order of the other pairing, one row at a time."""
+    for layer in examine(model).layers()[1]:
+        attention = layer.self_attn
+        dim = attention.head_dim
+        turned = int(dim * getattr(attention, "rotary_ndims", dim) / dim)
+        for name in ("q_proj", "k_proj", "q_norm", "k_norm"):
+            for parameter in getattr(attention, name, torch.nn.Identity()).parameters():
+                old, rows = parameter.data.clone(), parameter.shape[0]
+                for head in range(0, rows, dim):
+                    for i in range(turned // 2):
+                        for apart, side in ((head + i, 0), (head + i + turned // 2, 1)):
+                            beside = head + 2 * i + side
+                            new, source = (beside, apart) if to == "interleaved" else (apart, beside)
+                            parameter.data[new] = old[source]
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
+@pytest.mark.parametrize(
+    ("family", "pairing"),
+    [
+        ("llama", "interleaved"),
+        ("qwen3", "interleaved"),
+        ("phi", "interleaved"),
+        ("qwen2_vl", "interleaved"),
+        ("cohere", "halves"),
+        ("llama4", "halves"),
+    ],
+)
+def test_weights_of_the_other_pairing_give_the_same_logits(family, pairing):
+    """Weights stored for the other pairing, on a model that turns its own: the patch makes them right, the identity."""
+    ids = tokens(2, 24)
+    expected = logits(FAMILIES[family].build(), input_ids=ids)
+    foreign = permuted(FAMILIES[family].build(), pairing)
+    assert (logits(foreign, input_ids=ids) - expected).abs().max() > 1e-3
+    weights = [parameter.clone() for parameter in FAMILIES[family].build().parameters()]
+    patch_model(foreign, "rope", pairing=pairing)
+    assert torch.equal(logits(foreign, input_ids=ids), expected)
+    assert all(torch.equal(a, b) for a, b in zip(foreign.parameters(), weights, strict=True))
 
 
 # --- parameters per layer type

@@ -18,7 +18,7 @@ from hf_posswap import PosSwapError, describe, from_pretrained, patch_model, pro
 
 from .conftest import by_id
 from .families import FAMILIES, tokens
-from .rows import ROTARY_ROWS, ROWS, SILENT_ROWS, Row, logits
+from .rows import ROTARY_ROWS, ROWS, SILENT_ROWS, Row, logits, moved
 
 FRESH = Path(__file__).with_name("reload.py")
 
@@ -29,10 +29,10 @@ def folder_name(row: Row) -> str:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """Every row patched and saved, with its inputs and logits, then loaded by fresh processes."""
+    """Every row patched, what it added trained (moved), and saved, with inputs and logits; loaded by fresh processes."""
     root = tmp_path_factory.mktemp("checkpoints")
     for row in ROWS:
-        model, inputs = row.patched(), row.inputs()
+        model, inputs = moved(row.patched()), row.inputs()
         folder = root / folder_name(row)
         model.save_pretrained(folder)
         save_file(inputs, folder / "inputs.st")
@@ -87,7 +87,7 @@ def test_saving_again_gives_the_same_files(row: Row, saved: Path, tmp_path: Path
 @by_id(ROWS)
 def test_reloaded_is_described_probed_and_undone_as_in_memory(row: Row, saved: Path):
     model, inputs = from_pretrained(saved / folder_name(row)), row.inputs()
-    in_memory = row.patched()
+    in_memory = moved(row.patched())
     assert str(describe(model)) == str(describe(in_memory))
     assert probe(model).faults == ()
     frozen = [name for name, p in in_memory.named_parameters() if not p.requires_grad]
@@ -142,8 +142,10 @@ def test_meta_model_is_materialised_right(row: Row):
             assert torch.equal(buffer, expected[name]), name
 
 
-def test_sharded_checkpoint(tmp_path: Path):
-    model, ids = patch_model(FAMILIES["llama"].build(), "yarn", factor=4), tokens(2, 40)
+@pytest.mark.parametrize(("scheme", "params"), [("yarn", {"factor": 4}), ("sinusoidal", {"combine": "concat"})])
+@pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
+def test_sharded_checkpoint(scheme, params, tmp_path: Path):
+    model, ids = moved(patch_model(FAMILIES["llama"].build(), scheme, **params)), tokens(2, 40)
     model.save_pretrained(tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert torch.equal(logits(from_pretrained(tmp_path), input_ids=ids), logits(model, input_ids=ids))

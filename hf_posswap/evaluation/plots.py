@@ -102,6 +102,45 @@ def plot_lengths(
         figure.savefig(temporary, format="png")
 
 
+def plot_dilution(
+    series: Sequence[dict[str, Any]], path: str | os.PathLike, *, original_length: int, title: str
+) -> None:
+    """Draw entropy, and the weight left to a score that stays, against the keys a query sees into the PNG file `path`.
+
+    series: `{"name", "points"}`, the points as `dilution` returns them; the one called `base` is black.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+
+    figure = Figure(figsize=(9, 4), dpi=200, layout="constrained")
+    entropy, weight = figure.subplots(1, 2)
+    lengths = [point["length"] for point in series[0]["points"]]
+    names = [one["name"] for one in series if one["name"] != "base"]
+    for one in series:
+        style = _style(names.index(one["name"]) if one["name"] in names else None, None)
+        for axes, key in ((entropy, "entropy"), (weight, "weight")):
+            axes.plot(lengths, [point[key] for point in one["points"]], label=one["name"], **style)
+    for axes in (entropy, weight):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(FixedLocator(_ticks(lengths)))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.set_xlabel("keys that a query sees (tokens)")
+        axes.axvline(original_length, color="0.4", linewidth=1.2, linestyle=(0, (2, 2)), zorder=1)
+        axes.grid(True, color="0.9", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_ylim(bottom=0)
+    entropy.set_ylabel("entropy of attention (nats)")
+    weight.set_ylabel(f"weight of the best of the nearest {lengths[0]} keys")
+    figure.suptitle(f"{title}; dotted: trained length {original_length:,}", fontsize=11)
+    handles, labels = entropy.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, handlelength=4)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png")
+
+
 def _style(rank: int | None, stage: str | None) -> dict[str, Any]:
     """Colour and marker of the `rank`-th scheme (None: the base); the line tells stages, or schemes."""
     if rank is None:

@@ -11,9 +11,9 @@ from torch import nn
 
 from .. import attention, parts
 from ..anatomy import TableSite, kind, text_config
-from ..edits import ABSENT, Hook, Replace
+from ..edits import Hook, Replace
 from ..errors import PosSwapError
-from ..record import ATTENTION_KEY, FOREIGN_ATTENTION, PORTABLE
+from ..record import PORTABLE
 from ..rotation import Rotation
 from ..scheme import Scheme
 from ..sites import BIAS, ROTARY, BiasGeometry, RotaryGeometry
@@ -108,8 +108,7 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
         if hasattr(module, "set_attn_implementation"):
             keep = partial(attention.set_implementation, module, scheme=scheme.name)
             new.edits.append(Replace(module, "set_attn_implementation", keep, path))
-    new.original[ATTENTION_KEY] = ABSENT
-    setattr(new.config, ATTENTION_KEY, FOREIGN_ATTENTION)
+    new.guard()
     new.storage = PORTABLE
     new.effective = True
     new.length = new.length or length

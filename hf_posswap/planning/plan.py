@@ -11,7 +11,7 @@ from torch import nn
 from ..anatomy import Anatomy, kind
 from ..edits import ABSENT, Hook, Replace, same
 from ..errors import PosSwapError
-from ..record import KEY, NATIVE, Record, config_values, owner_of
+from ..record import ATTENTION_KEY, FOREIGN_ATTENTION, KEY, NATIVE, Record, config_values, owner_of
 from ..scheme import Scheme
 
 
@@ -73,6 +73,11 @@ class Plan:
     def finish(self) -> None:
         """Write the record of what was planned into the new config."""
         setattr(self.config, KEY, self.record().to_dict())
+
+    def guard(self) -> None:
+        """Have stock transformers stop at the saved config: it is of a portable swap that no other key shows."""
+        self.original[ATTENTION_KEY] = ABSENT
+        setattr(self.config, ATTENTION_KEY, FOREIGN_ATTENTION)
 
     def record(self) -> Record:
         return Record(

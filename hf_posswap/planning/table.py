@@ -5,16 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import parts
 from ..anatomy import TableSite, kind
+from ..concat import Concatenation, project
 from ..edits import Hook, Replace, same
 from ..errors import PosSwapError
 from ..positions import root_mean_square
-from ..record import PORTABLE
+from ..record import KEY, PORTABLE
 from ..scheme import Scheme
 from ..sites import EmbedChange, EmbedGeometry
 from .plan import Plan, plain_state, refuse_quantised
@@ -50,10 +52,20 @@ def _measure(new: Plan, vectors: Tensor | Callable[[], Tensor], what: str) -> fl
 def install_table(new: Plan, scheme: Scheme) -> None:
     table = new.anatomy.table
     change = scheme.embed(embed_geometry(new))
+    if change.projection is not None and change.length != table.length:
+        raise PosSwapError(
+            f"{scheme.name}: max_positions={change.length}: combine='concat' does not resize a table, and this "
+            f"model's has {table.length} positions"
+        )
     positions = torch.arange(change.length, device=table.weight.device)
     vectors = change.vectors(positions)
     _write_table(new, table, torch.cat([table.rows[: table.reserved].to(vectors), vectors]), scheme.trainable)
     _resize_around(new, table, change)
+    if change.projection is not None:
+        added = _concatenate(new, scheme, change)
+        reader = getattr(table.owner, table.attribute)
+        new.edits.append(Hook(reader, partial(project, side=added.of_position), table.path, after=True))
+        new.guard()
 
 
 def silence_table(new: Plan, scheme: Scheme) -> None:
@@ -120,14 +132,40 @@ def install_addition(new: Plan, scheme: Scheme) -> None:
     path, layer, stack = new.anatomy.first_layer()
     geometry = embed_geometry(new)
     change = scheme.embed(geometry)
-    if getattr(scheme, "max_positions", None) is not None:
+    if getattr(scheme, "max_positions", None) is not None and not scheme.trainable:
         raise PosSwapError(
             f"{scheme.name}: max_positions={scheme.max_positions} sizes a table, and this model gets none: "
             "every position is computed; leave it out"
         )
+    vectors, new.length = change.vectors, geometry.length
+    if change.projection is not None:
+        computed = {"table": vectors(torch.arange(change.length))} if scheme.trainable else {"vectors": vectors}
+        vectors = _concatenate(new, scheme, change, **computed)
     stack_names, names = (tuple(inspect.signature(m.forward).parameters) for m in (stack, layer))
     new.edits.append(Hook(stack, partial(parts.positions_from_mask, names=stack_names), kind(stack)))
-    new.edits.append(Hook(layer, partial(parts.add_positions, names=names, vectors=change.vectors), path))
+    new.edits.append(Hook(layer, partial(parts.add_positions, names=names, vectors=vectors), path))
+    if scheme.trainable:
+        new.length = change.length
+        longest = partial(parts.refuse_longer, names=stack_names, limit=change.length)
+        new.edits.append(Hook(stack, longest, kind(stack)))
     new.storage = PORTABLE
     new.effective = True
-    new.length = geometry.length
+
+
+def _concatenate(new: Plan, scheme: Scheme, change: EmbedChange, **read: Any) -> Concatenation:
+    """The projection of token and position, on the model; its half for the token works after the token embedding."""
+    model = new.anatomy.model
+    embeddings, stack = model.get_input_embeddings(), model.base_model
+    width, of_tokens = len(change.projection), embeddings.weight.shape[-1]
+    if of_tokens != width:
+        raise PosSwapError(
+            f"{scheme.name}: combine='concat' needs token and position embeddings of one width; those of {kind(model)} "
+            f"have {of_tokens} and {width}"
+        )
+    added = Concatenation(change.projection, **read).to(embeddings.weight.device)
+    where = {id(module): path for path, module in model.named_modules()}
+    new.edits.append(Replace(stack, KEY, added, where[id(stack)]))
+    new.edits.append(Hook(embeddings, partial(project, side=added.of_token), where[id(embeddings)], after=True))
+    new.storage = PORTABLE
+    new.effective = True
+    return added

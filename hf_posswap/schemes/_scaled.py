@@ -35,6 +35,7 @@ class ScaledRope(Scheme):
         self.check_count("target_length")
         self.check_count("original_max_position_embeddings")
         self.check_number("rope_theta", above=0)
+        self.check_names("layer_types")
         if self.factor is not None and self.target_length is not None:
             raise self.refuse("factor", f"was given together with target_length={self.target_length}; give one of them")
         if self.factor is None and self.target_length is None and self.default_factor is None:
@@ -67,8 +68,9 @@ class ScaledRope(Scheme):
 class RampedRope(ScaledRope):
     """Fast dimensions kept, slow ones interpolated, a linear ramp between the two (YaRN, definition 1).
 
-    beta_fast, beta_slow: rotations within the trained length beyond which a dimension is kept, and below which it
-    is interpolated (32 and 1 where None). truncate: round the ramp's ends to whole dimensions (True where None).
+    beta_fast (the paper's beta), beta_slow (its alpha): rotations within the trained length beyond which a dimension
+    is kept, and below which it is interpolated (32 and 1 where None). truncate: round the ramp's ends to whole
+    dimensions (True where None).
     """
 
     beta_fast: float | None = None

@@ -9,19 +9,24 @@ from typing import ClassVar
 from ..errors import PosSwapError
 from ..scheme import Scheme
 from ..sites import EMBED, EmbedChange, EmbedGeometry
+from .sinusoidal import COMBINES
 
 INITS = ("interpolate", "tile", "hierarchical", "fit", "random")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Learned(Scheme):
-    """The model's own table of position vectors, resized. Give one of max_positions, target_length, factor, image_size.
+    """A trained table of position vectors: the model's own, resized. Give one of max_positions, target_length, factor,
+    image_size.
 
     max_positions, target_length: tokens (patches, on an image model: a square grid). factor: times the present
     length. image_size: pixels, one number or (height, width), on image models. init: how the new rows come from
     the old: `interpolate` (linear in text, bicubic on a grid), `tile`; in text also `hierarchical` (Su 2020), `fit`
     (the continuation of a sinusoid fitted to the old rows) and `random` (drawn as the old rows scatter, by
-    `init_seed`). All but `interpolate` keep the old rows.
+    `init_seed`). All but `interpolate` keep the old rows. combine: `add` to the token embedding, or `concat`: token
+    and position, both of width E, are concatenated and projected back to E by a trained matrix, at the size the
+    table has. It begins as [1 | 1], which is the model as it was; on a model without a table, which gets one of
+    max_positions rows, as [1 | 0], which is `nope`.
     """
 
     name = "learned"
@@ -29,6 +34,7 @@ class Learned(Scheme):
     sites: ClassVar = frozenset({EMBED})
     keeps_function: ClassVar = True
     trainable: ClassVar = True
+    learns: ClassVar = "the table; its projection, with combine='concat'"
 
     max_positions: int | None = None
     target_length: int | None = None
@@ -36,18 +42,24 @@ class Learned(Scheme):
     image_size: int | tuple[int, int] | None = None
     init: str = "interpolate"
     init_seed: int | None = None
+    combine: str = "add"
 
     def __post_init__(self) -> None:
         self.check_count("max_positions")
         self.check_count("target_length")
         self.check_number("factor", at_least=1)
         self.check_choice("init", INITS)
-        if self.init_seed is not None and (
-            self.init != "random" or isinstance(self.init_seed, bool) or self.init_seed < 0
-        ):
+        self.check_choice("combine", COMBINES)
+        seed = self.init_seed
+        if seed is not None and (self.init != "random" or type(seed) is not int or seed < 0):
             raise self.refuse("init_seed", "is not a natural number beside init='random'")
-        sizes = {k: v for k, v in self.given().items() if k not in ("init", "init_seed")}
-        if len(sizes) != 1:
+        sizes = {k: v for k, v in self.given().items() if k not in ("init", "init_seed", "combine")}
+        if self.combine == "concat":
+            if sizes.keys() - {"max_positions"}:
+                raise self.refuse("combine", f"does not resize a table; leave out {next(iter(sizes))}")
+            if self.init not in ("interpolate", "random"):
+                raise self.refuse("init", "makes new rows from old ones, and combine='concat' makes none; leave it out")
+        elif len(sizes) != 1:
             raise PosSwapError(
                 f"learned: give exactly one of max_positions, target_length, factor, image_size; got {sizes or 'none'}"
             )
@@ -55,6 +67,8 @@ class Learned(Scheme):
     def embed(self, site: EmbedGeometry) -> EmbedChange:
         from . import _tables
 
+        if self.combine == "concat":
+            return self._concatenated(site)
         if site.table is None:
             raise PosSwapError(
                 "learned: this model has no table of position vectors to resize; 'sinusoidal' can be added to it"
@@ -70,9 +84,36 @@ class Learned(Scheme):
             raise PosSwapError(
                 f"learned: init='hierarchical' reaches {site.length**2} positions from {site.length}, not {length}"
             )
+        if self.init == "fit" and site.dim % 2:
+            raise self.refuse("init", f"pairs sines with cosines, and this model's width is {site.dim}, an odd number")
         options = {} if self.init_seed is None else {"seed": self.init_seed}
         table = _tables.resized(self.init, site.table, length, **options)
         return EmbedChange(partial(_tables.lookup, table), length=length)
+
+    def _concatenated(self, site: EmbedGeometry) -> EmbedChange:
+        import torch
+
+        from . import _tables
+
+        if site.grid is not None:
+            raise self.refuse("combine", "is for text")
+        if site.table is not None:
+            if self.init == "random":
+                raise self.refuse("init", "draws rows, and combine='concat' keeps this model's own; leave it out")
+            return EmbedChange(
+                partial(_tables.lookup, site.table),
+                length=self.max_positions or site.length,
+                projection=torch.eye(site.dim),
+            )
+        if self.max_positions is None:
+            raise PosSwapError("learned: combine='concat': give max_positions, the rows of the table this model gets")
+        generator = torch.Generator().manual_seed(self.init_seed or 0)
+        rows = torch.randn(self.max_positions, site.dim, generator=generator) * site.rms()
+        return EmbedChange(
+            partial(_tables.lookup, rows),
+            length=self.max_positions,
+            projection=torch.zeros(site.dim, site.dim),
+        )
 
     def _grid(self, site: EmbedGeometry) -> tuple[int, int]:
         """(rows, columns) of patches asked for."""

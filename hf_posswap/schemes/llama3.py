@@ -11,7 +11,10 @@ from ._scaled import ScaledRope
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3(ScaledRope):
-    """Wavelengths longer than L / low_freq_factor are stretched by s, shorter than L / high_freq_factor kept."""
+    """Wavelengths longer than L / low_freq_factor are stretched by s, shorter than L / high_freq_factor kept.
+
+    low_freq_factor, high_freq_factor: rotations within the trained length L, no unit; between the two a linear blend.
+    """
 
     name = "llama3"
     paper = "https://arxiv.org/abs/2407.21783"

@@ -15,9 +15,11 @@ PAIRINGS = ("halves", "interleaved")
 class Rope(Scheme):
     """Pairs of dimensions rotated by m * theta_i, theta_i = rope_theta^(-2i / R) (eq. 15), without scaling.
 
-    rope_theta: base of the frequencies. pairing: which two dimensions share an angle, `halves` (i, i + R/2) or
-    `interleaved` (2i, 2i + 1). partial_rotary_factor: share of the pairs that are rotated; the fastest are kept.
-    None leaves each as the model has it; on a scaled model the scaling is removed.
+    rope_theta: base of the frequencies, no unit (10000 in eq. 15; the angle of pair i is radians per token). pairing:
+    which two dimensions share an angle, `halves` (i, i + R/2) or `interleaved` (2i, 2i + 1). partial_rotary_factor:
+    share of the pairs that are rotated; the fastest are kept. layer_types: the layer types to change on models that
+    keep one rotary per type (full attention only where None). None leaves each as the model has it; on a scaled
+    model the scaling is removed.
     """
 
     name = "rope"
@@ -33,6 +35,7 @@ class Rope(Scheme):
     def __post_init__(self) -> None:
         self.check_number("rope_theta", above=0)
         self.check_number("partial_rotary_factor", above=0)
+        self.check_names("layer_types")
         if self.pairing is not None:
             self.check_choice("pairing", PAIRINGS)
         if self.partial_rotary_factor is not None and self.partial_rotary_factor > 1:

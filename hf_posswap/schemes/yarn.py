@@ -12,9 +12,10 @@ from ._scaled import RampedRope
 class Yarn(RampedRope):
     """NTK-by-parts frequencies and a temperature on the attention logits (definitions 2 and 3).
 
-    attention_factor: the multiplier of cos and sin (0.1 ln s + 1 where None). mscale, mscale_all_dim: DeepSeek's
-    two factors of it, 0.1 mscale ln s + 1 each: cos and sin get their ratio, and the softmax of a multi-head
-    latent attention the square of the second; there both are 1 where none of the three is given.
+    attention_factor: the multiplier of cos and sin (sqrt(1 / t) of eq. 15, 0.1 ln s + 1 where None). mscale,
+    mscale_all_dim: DeepSeek's two factors of it, 0.1 mscale ln s + 1 each: cos and sin get their ratio, and the
+    softmax of a multi-head latent attention the square of the second; there both are 1 where none of the three is
+    given.
     """
 
     name = "yarn"

@@ -1,0 +1,89 @@
+"""The studies of docs/, small: what they read, what they refuse, and that their tables are what was measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_posswap import PosSwapError
+
+from .test_scripts import ROOT, call, checkpoint  # noqa: F401
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import demo
+import fixed_or_learned
+import longrope_study
+
+
+def test_the_demos_text_does_not_depend_on_the_process():
+    code = "import demo; print(*demo.split_by_file(demo.DemoArguments())[0])"
+    environments = [{"PYTHONHASHSEED": seed, "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"} for seed in "12"]
+    first, second = (
+        subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+        for env in environments
+    )
+    assert first == second
+    assert len(first.split()) > 50
+
+
+def test_a_base_of_other_text_is_refused(tmp_path: Path):
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "train_log.json").write_text(json.dumps({"arguments": {"train_file": ["x.py"], "max_steps": 900}}))
+    with pytest.raises(PosSwapError, match="holds a model of another text or length of training"):
+        demo.Demo(demo.DemoArguments(output_dir=str(tmp_path))).base()
+
+
+@pytest.mark.parametrize(("found", "says"), [(7.5, "factors beat YaRN"), (8.5, "factors did not beat YaRN")])
+def test_the_verdict_follows_the_numbers(found, says):
+    series = [
+        {"name": name, "points": [{"length": 256, "perplexity": 1.0}, {"length": 2048, "perplexity": value}]}
+        for name, value in (("yarn", 8.0), ("longrope", found))
+    ]
+    assert says in longrope_study.compare(series, 2048)
+    assert f"{found:.3f} against 8.000" in longrope_study.compare(series, 2048)
+
+
+def test_the_documented_search_is_what_its_numbers_say():
+    """docs/longrope: the verdict is of its own series, and the factors are a longrope's."""
+    study = json.loads((ROOT / "docs" / "longrope" / "results.json").read_text())
+    page = (ROOT / "docs" / "longrope" / "table.md").read_text()
+    assert study["verdict"] == longrope_study.compare(study["series"], 8 * study["original_length"])
+    assert study["verdict"] in page
+    assert study["search"]["loss"] <= min(study["search"]["starts"].values())
+    assert study["search"]["factors"] == sorted(study["search"]["factors"])
+
+
+def test_fixed_or_learned_trains_every_scheme_and_its_table_is_what_it_measured(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(fixed_or_learned, "HELD_OUT_STEPS", 2)
+    arguments = {"output_dir": tmp_path, "length": 32, "steps": 3, "seeds": 1, "width": 32, "layers": 1}
+    flags = [str(part) for name, value in arguments.items() for part in (f"--{name}", value)]
+    monkeypatch.setattr(sys, "argv", ["fixed_or_learned.py", *flags])
+    fixed_or_learned.main()
+    results, page = json.loads((tmp_path / "results.json").read_text()), (tmp_path / "table.md").read_text()
+    assert [one["scheme"] for one in results["models"]] == list(fixed_or_learned.SCHEMES)
+    for one in results["models"]:
+        row = next(line for line in page.splitlines() if line.startswith(f"| {one['scheme']} |"))
+        for loss in one["loss"].values():
+            assert 2.0 < loss < 6.5
+            assert f"{loss:.3f} [" in row
+    assert len({one["loss"]["32"] for one in results["models"]}) == len(fixed_or_learned.SCHEMES)
+
+
+def test_dilution_of_a_checkpoint(checkpoint: Path, tmp_path: Path):  # noqa: F811
+    (tmp_path / "text.txt").write_text("a few words of no importance, " * 20)
+    flags = ["--model", checkpoint, "--eval_file", tmp_path / "text.txt", "--output_dir", tmp_path, "--factor"]
+    done = call("dilution.py", *flags, 2)
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [one["name"] for one in results["series"]] == ["base", "logn", "ntk-by-parts", "yarn"]
+    assert [point["length"] for point in results["series"][0]["points"]][-1] == 2 * results["original_length"] == 128
+    assert (tmp_path / "dilution.png").stat().st_size > 10_000
+    refused = call("dilution.py", *flags, 64)
+    assert refused.returncode == 2
+    assert "no text has the 4096 tokens" in refused.stderr
