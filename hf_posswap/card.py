@@ -61,6 +61,17 @@ def card(folder: str | os.PathLike, *, base_model: str | None = None, license: s
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
+def record_in(folder: str | os.PathLike) -> Record:
+    """The record of a checkpoint's folder. Raises PosSwapError where it holds no patched checkpoint."""
+    path = Path(folder) / "config.json"
+    config = _read(path)
+    if config is None:
+        raise PosSwapError(f"folder={str(folder)!r} holds no config.json; give the folder of a checkpoint")
+    if config.get(KEY) is None:
+        raise PosSwapError(f"folder={str(folder)!r} holds no patched checkpoint: its config.json has no {KEY!r}")
+    return Record.from_dict(config[KEY])
+
+
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
