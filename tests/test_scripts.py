@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_posswap import PosSwapError, from_pretrained, patch_model
-from hf_posswap.card import card
+from hf_posswap import from_pretrained, patch_model
 
 from .families import FAMILIES, tokens
 from .rows import logits
@@ -119,19 +118,6 @@ def test_push_refuses_a_folder_without_a_patched_model(checkpoint: Path, tmp_pat
         "holds no patched checkpoint" in call("push.py", "--folder", checkpoint, "--repo_id", "a/b", "--dry_run").stderr
     )
     assert "holds no config.json" in call("push.py", "--folder", tmp_path, "--repo_id", "a/b", "--dry_run").stderr
-
-
-def test_card_states_no_number_that_no_file_backs(tmp_path: Path):
-    patch_model(FAMILIES["llama"].build(), "yarn", factor=4).save_pretrained(tmp_path)
-    text = card(tmp_path, base_model="someone/llama", license="apache-2.0")
-    assert "Not evaluated: no number is claimed." in text
-    assert "Not fine-tuned after the swap." in text
-    assert "base_model: someone/llama" in text
-    assert "license: apache-2.0" in text
-    assert "| `max_position_embeddings` | `32` | `128` |" in text
-    (tmp_path / "evaluation.json").write_text("{half")
-    with pytest.raises(PosSwapError, match=r"evaluation.json is not JSON"):
-        card(tmp_path)
 
 
 def test_demo_runs_the_whole_road(tmp_path: Path):
