@@ -23,11 +23,6 @@ def command() -> str:
     return shlex.join([Path(sys.executable).name, *sys.argv])
 
 
-def published(name: str) -> str:
-    """A name on the hub as it is, a local path by its last part: the rest tells of a machine, not of a model."""
-    return Path(name).name if Path(name).is_absolute() or Path(name).exists() else name
-
-
 def versions(*packages: str) -> dict[str, str]:
     """Versions of hf_posswap, Python, torch, transformers and `packages`."""
     found = {name: importlib.metadata.version(name) for name in ("torch", "transformers", *packages)}

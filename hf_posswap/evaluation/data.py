@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PosSwapError, nearest
-from ..runs import published
+from ..record import published
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -22,7 +22,7 @@ from ..anatomy import find_rotary, find_table, kind, text_config
 from ..errors import PosSwapError
 from ..patching import record_of
 from ..planning.rotary import unscaled
-from ..runs import published
+from ..record import published
 from ..scheme import scheme_of
 from . import report as reports
 from .protocols import Protocol, Window, make_protocol

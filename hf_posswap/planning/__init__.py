@@ -12,7 +12,6 @@ from torch import nn
 from ..anatomy import Anatomy, examine, kind, refuse_foreign_rotary
 from ..errors import PosSwapError
 from ..record import KEY, Record
-from ..runs import published
 from ..scheme import Scheme
 from ..sites import BIAS, EMBED, ROTARY
 from .limits import limit_edits
@@ -39,7 +38,7 @@ def plan(
             raise PosSwapError(f"{scheme}: the config of {kind(model)} does not say the trained length")
     configs: dict[int, Any] = {}
     new = Plan(anatomy, scheme, copy.deepcopy(model.config, configs), configs=configs)
-    new.source = published(model.config.name_or_path)
+    new.source = model.config.name_or_path
     if recalled is not None:
         new.measured, new.source = dict(recalled.measured), recalled.source
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PosSwapError
-from ..runs import command, hardware, published, replacing, versions
+from ..record import published
+from ..runs import command, hardware, replacing, versions
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
