@@ -113,6 +113,19 @@ def test_patch_then_push_dry_run(checkpoint: Path, tmp_path: Path):
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
+def test_patch_writes_the_keys_of_transformers_4(checkpoint: Path, tmp_path: Path):
+    flags = ("--model", checkpoint, "--transformers_4", "--scheme")
+    done = call("patch.py", *flags, "yarn", "--factor", 4, "--output_dir", tmp_path / "yarn")
+    assert done.returncode == 0, done.stderr
+    config = json.loads((tmp_path / "yarn" / "config.json").read_text())
+    assert config["rope_scaling"] == config["rope_parameters"]
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+    done = call("patch.py", *flags, "nope", "--output_dir", tmp_path / "nope")
+    assert done.returncode == 2
+    assert "is not known to transformers 4" in done.stderr
+    assert not (tmp_path / "nope").exists()
+
+
 def test_push_refuses_a_folder_without_a_patched_model(checkpoint: Path, tmp_path: Path):
     assert (
         "holds no patched checkpoint" in call("push.py", "--folder", checkpoint, "--repo_id", "a/b", "--dry_run").stderr
