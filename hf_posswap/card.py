@@ -4,98 +4,234 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .errors import PosSwapError
 from .record import KEY, NATIVE, Record
 from .runs import replacing
+from .scheme import Scheme, scheme_of
+from .serving import serving
 
 EVALUATION, TRAINING = "evaluation.json", "train_log.json"
 
 
-def write_card(folder: str | os.PathLike, *, base_model: str | None = None, license: str | None = None) -> Path:
+@dataclass(frozen=True)
+class Facts:
+    """What a card is made of: the folder's files as they were read, and the names that the caller knows."""
+
+    name: str
+    config: dict[str, Any]
+    record: Record
+    training: dict[str, Any] | None
+    evaluation: dict[str, Any] | None
+    base_model: str | None
+    license: str | None
+
+    @property
+    def text_config(self) -> dict[str, Any]:
+        return self.config.get("text_config") or self.config
+
+    @property
+    def scheme(self) -> Scheme:
+        return scheme_of(self.record)
+
+    @property
+    def architecture(self) -> str:
+        return self.config["architectures"][0]
+
+
+def write_card(
+    folder: str | os.PathLike,
+    *,
+    base_model: str | None = None,
+    license: str | None = None,
+    repo_id: str | None = None,
+) -> Path:
     """Write `README.md` into a patched checkpoint's folder and return its path.
 
     The folder's config gives the swap; `evaluation.json` and `train_log.json`, where they are there, the numbers
-    and what made them. base_model and license are the base's, from the record where not given.
+    and what made them. base_model: the base's name on the hub, where the swap was made on a local copy. license: the
+    base's. repo_id: the name the checkpoint will have on the hub, for the examples.
 
     Raises:
         PosSwapError: the folder holds no patched checkpoint, or one of the files is not what it should be.
     """
     path = Path(folder) / "README.md"
+    text = card(folder, base_model=base_model, license=license, repo_id=repo_id)
     with replacing(path) as temporary:
-        temporary.write_text(card(folder, base_model=base_model, license=license), encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
     return path
 
 
-def card(folder: str | os.PathLike, *, base_model: str | None = None, license: str | None = None) -> str:
+def card(
+    folder: str | os.PathLike,
+    *,
+    base_model: str | None = None,
+    license: str | None = None,
+    repo_id: str | None = None,
+) -> str:
     """The text of the card; see `write_card`."""
-    from huggingface_hub import ModelCardData
-
-    config = _read(Path(folder) / "config.json")
-    if config is None or config.get(KEY) is None:
-        raise PosSwapError(f"folder={str(folder)!r} holds no patched checkpoint: its config.json has no {KEY!r}")
-    record = Record.from_dict(config[KEY])
-    evaluation, training = _read(Path(folder) / EVALUATION), _read(Path(folder) / TRAINING)
-    base_model = base_model or record.source or None
-    name = Path(folder).resolve().name
-    hub_base = base_model if base_model and not Path(base_model).exists() else None  # the hub knows no local folder
-    data = ModelCardData(
-        base_model=hub_base,
-        base_model_relation="finetune" if hub_base else None,
-        library_name="transformers",
-        pipeline_tag=_pipeline(config),
+    folder = Path(folder)
+    record = record_in(folder)
+    facts = Facts(
+        name=repo_id or folder.resolve().name,
+        config=_read(folder / "config.json"),
+        record=record,
+        training=_read(folder / TRAINING),
+        evaluation=_read(folder / EVALUATION),
+        base_model=base_model or _hub_name(record.source),
         license=license,
-        tags=["hf_posswap", record.scheme] + (["long-context"] if evaluation else []),
-        model_name=name,
-        ignore_metadata_errors=True,
     )
+    _refuse_others_numbers(facts)
     sections = [
-        f"---\n{data.to_yaml()}\n---\n\n# {name}",
-        _what(config, record, base_model),
-        _training(training),
-        _evaluation(evaluation),
-        _use(name, config["architectures"][0], record),
+        _backed("config.json", _header, facts),
+        _backed("config.json", _what, facts),
+        _backed(TRAINING, _training, facts),
+        _backed(EVALUATION, _evaluation, facts),
+        _limits(facts),
+        _use(facts),
     ]
-    return "\n\n".join(section for section in sections if section) + "\n"
+    return "\n\n".join(sections) + "\n"
+
+
+def record_in(folder: str | os.PathLike) -> Record:
+    """The record of a checkpoint's folder. Raises PosSwapError where it holds no patched checkpoint."""
+    config = _read(Path(folder) / "config.json")
+    if config is None:
+        raise PosSwapError(f"folder={str(folder)!r} holds no config.json; give the folder of a checkpoint")
+    if config.get(KEY) is None:
+        raise PosSwapError(f"folder={str(folder)!r} holds no patched checkpoint: its config.json has no {KEY!r}")
+    return Record.from_dict(config[KEY])
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except ValueError as error:
         raise PosSwapError(f"{path} is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise PosSwapError(f"{path} holds no JSON object")
+    return data
 
 
-def _pipeline(config: dict[str, Any]) -> str | None:
-    name = (config.get("architectures") or [""])[0]
+def _backed(file: str, section: Callable[[Facts], str], facts: Facts) -> str:
+    """A section; what it states and the file does not hold is an error, never a gap."""
+    try:
+        return section(facts)
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, PosSwapError):
+            raise
+        raise PosSwapError(f"{file} does not hold what the card states of it: {error!r}") from error
+
+
+def _refuse_others_numbers(facts: Facts) -> None:
+    """Raise where a file of numbers was made with another swap than this checkpoint's."""
+    logged = (facts.training or {}).get("scheme")
+    if logged is not None and (logged.get("scheme"), logged.get("params")) != (
+        facts.record.scheme,
+        facts.record.params,
+    ):
+        raise PosSwapError(f"{TRAINING} is of another swap, {logged.get('scheme')!r}, than the checkpoint it lies with")
+    measured = (facts.evaluation or {}).get("models", {}).get("model", {}).get("scheme")
+    if measured is not None and measured != str(facts.scheme):
+        raise PosSwapError(f"{EVALUATION} is of another swap, {measured!r}, than the checkpoint it lies with")
+
+
+def _hub_name(source: str) -> str | None:
+    """A base's name where it is one of the hub, NAME/MODEL; of a local folder the record holds the last part only."""
+    return source if source.count("/") == 1 else None
+
+
+def _header(facts: Facts) -> str:
+    """The metadata that the hub reads, in YAML, and the title."""
+    from huggingface_hub import ModelCardData
+
+    data = ModelCardData(
+        base_model=facts.base_model,
+        base_model_relation="finetune" if facts.base_model else None,
+        library_name="transformers",
+        pipeline_tag=_pipeline(facts.architecture),
+        license=facts.license,
+        datasets=_datasets(facts.training),
+        tags=["hf_posswap", facts.record.scheme] + (["long-context"] if facts.evaluation else []),
+        model_name=facts.name.rpartition("/")[2],
+        eval_results=_backed(EVALUATION, _results, facts),
+    )
+    return f"---\n{data.to_yaml()}\n---\n\n# {facts.name.rpartition('/')[2]}"
+
+
+def _pipeline(architecture: str) -> str | None:
     kinds = {
         "ForCausalLM": "text-generation",
         "LMHeadModel": "text-generation",
         "ForMaskedLM": "fill-mask",
         "ForImageClassification": "image-classification",
     }
-    return next((task for suffix, task in kinds.items() if name.endswith(suffix)), None)
+    return next((task for suffix, task in kinds.items() if architecture.endswith(suffix)), None)
 
 
-def _what(config: dict[str, Any], record: Record, base_model: str | None) -> str:
-    given = ", ".join(f"`{key}={value!r}`" for key, value in record.params.items()) or "no parameters"
+def _datasets(training: dict[str, Any] | None) -> list[str] | None:
+    name = (training or {}).get("arguments", {}).get("dataset_name")
+    return [name] if name else None
+
+
+def _results(facts: Facts) -> list[Any] | None:
+    """The model's own perplexities as the hub's `model-index` has them."""
+    from huggingface_hub import EvalResult
+
+    if facts.evaluation is None:
+        return None
+    data = facts.evaluation["data"]
+    source = data.get("source") or {}
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=source.get("dataset_name", "text"),
+            dataset_name=source.get("dataset_name", f"{data['documents']} documents"),
+            metric_type="perplexity",
+            metric_name=f"Perplexity at {point['length']:,} tokens",
+            metric_value=round(point["perplexity"], 3),
+        )
+        for point in facts.evaluation["series"][-1]["points"]
+    ]
+
+
+def _what(facts: Facts) -> str:
+    record, scheme = facts.record, facts.scheme
+    call = ", ".join([repr(record.scheme), *(f"{key}={value!r}" for key, value in record.params.items())])
+    had = _length_before(facts)
+    aim = (
+        f"to read {record.length:,} tokens instead of {had:,}" if had and record.length > had else "at the same length"
+    )
     lines = [
-        f"A {(config.get('architectures') or ['model'])[0]} whose positions were swapped with hf_posswap: scheme "
-        f"**{record.scheme}** ({given}), meant for sequences of up to {record.length:,} tokens.",
+        f"A {facts.architecture} whose positions were swapped with hf_posswap: scheme **{record.scheme}** "
+        f"([paper]({scheme.paper})), {aim}.",
+        "",
+        f"```python\nhf_posswap.patch_model(model, {call})\n```",
         "",
         "| config | before | now |",
         "|---|---|---|",
     ]
     for path, before in record.original.items():
-        now = _now(config, path) if path != "pairing" else record.params["pairing"]
+        now = _now(facts.config, path) if path != "pairing" else record.params["pairing"]
         lines.append(f"| `{path}` | `{json.dumps(before)}` | `{json.dumps(now)}` |")
-    if base_model:
-        lines += ["", f"Base model: `{Path(base_model).name if Path(base_model).exists() else base_model}`."]
-    return "\n".join(lines)
+    base = (
+        f"`{facts.base_model}`"
+        if facts.base_model
+        else f"a local checkpoint, `{Path(record.source).name or 'unnamed'}`"
+    )
+    return "\n".join([*lines, "", f"Base model: {base}."])
+
+
+def _length_before(facts: Facts) -> int | None:
+    """The trained length in tokens, as the config gave it before the swap."""
+    before = {path.rpartition(".")[2]: value for path, value in facts.record.original.items()}
+    return before.get("max_position_embeddings", facts.text_config.get("max_position_embeddings"))
 
 
 def _now(config: dict[str, Any], path: str) -> Any:
@@ -104,12 +240,14 @@ def _now(config: dict[str, Any], path: str) -> Any:
     return config
 
 
-def _training(log: dict[str, Any] | None) -> str:
+def _training(facts: Facts) -> str:
+    log = facts.training
     if log is None:
         return "## Training\n\nNot fine-tuned after the swap."
     arguments, hardware = log["arguments"], log["hardware"]
     rows = {
         "objective": log["objective"],
+        "data": arguments.get("dataset_name") or f"{log['corpus_tokens']:,} tokens of local text",
         "steps": f"{log['steps']:,}",
         "tokens": f"{log['tokens']:,}",
         "row": f"{log['block_size']:,} tokens",
@@ -125,7 +263,10 @@ def _training(log: dict[str, Any] | None) -> str:
     return "## Training\n\n| | |\n|---|---|\n" + "\n".join(f"| {key} | {value} |" for key, value in rows.items())
 
 
-def _evaluation(report: dict[str, Any] | None) -> str:
+def _evaluation(facts: Facts) -> str:
+    from .evaluation.report import short_cost
+
+    report = facts.evaluation
     if report is None:
         return "## Evaluation\n\nNot evaluated: no number is claimed."
     series = report["series"]
@@ -146,6 +287,8 @@ def _evaluation(report: dict[str, Any] | None) -> str:
             f"| {length:,}{mark} | " + " | ".join(f"{p['perplexity']:.3f}" if p else "-" for p in found) + " |"
         )
     short, data = report["short"], report["data"]
+    if short_cost(series[0], series[-1], short["length"])["delta"] != short["delta"]:
+        raise ValueError(f"short.delta={short['delta']} is not the difference of the losses in it")
     lines += [
         "",
         f"At the original length of {short['length']:,} tokens the swap changes the loss by {short['delta']:+.4f} "
@@ -157,12 +300,44 @@ def _evaluation(report: dict[str, Any] | None) -> str:
     return "\n".join(lines)
 
 
-def _use(name: str, architecture: str, record: Record) -> str:
+def _limits(facts: Facts) -> str:
+    scheme, record = facts.scheme, facts.record
+    limits = []
+    if facts.training is None and not scheme.keeps_function:
+        limits.append("It was not trained with these positions: fine-tune it before use.")
+    measured = [point["length"] for one in (facts.evaluation or {"series": []})["series"] for point in one["points"]]
+    if not measured:
+        limits.append("What the swap costs was not measured at any length.")
+    elif max(measured) < record.length:
+        limits.append(f"Nothing was measured beyond {max(measured):,} of its {record.length:,} tokens.")
+    if record.scheme == "dynamic" and not record.params.get("freeze_at"):
+        limits.append("Its frequencies follow the longest sequence of a batch; keys already in a cache keep theirs.")
+    if record.length > (facts.text_config.get("max_position_embeddings") or record.length):
+        limits.append(
+            "`max_position_embeddings` in the config stays the trained length, as this scheme's readers expect; a tool "
+            f"that takes it for the limit must be told {record.length}."
+        )
+    return "## Limits\n\n" + ("\n".join(f"- {limit}" for limit in limits) or "- None beyond those of the base.")
+
+
+def _use(facts: Facts) -> str:
+    name, record = facts.name, facts.record
     if record.storage == NATIVE:
         load = "from transformers import {0}\n\nmodel = {0}.from_pretrained({1!r})"
         note = "The swap is stored natively: stock transformers loads it, hf_posswap need not be installed."
     else:
         load = "from hf_posswap import from_pretrained\n\nmodel = from_pretrained({1!r})"
-        note = "The swap is portable: load it with hf_posswap; stock transformers refuses it."
-    undo = "Undo: `hf_posswap.unpatch_model(model)`; what was trained since stays."
-    return f"## Use\n\n```python\n{load.format(architecture, name)}\n```\n\n{note} {undo}"
+        note = "The swap is portable: hf_posswap loads it."
+    if "auto_map" in facts.config:
+        note += " Without it, transformers does with `trust_remote_code=True`, from the code in this repository."
+    lines = "\n".join(f"- {served}" for served in serving(facts.text_config, record, name))
+    return (
+        f"## Use\n\n```python\n{load.format(facts.architecture, name)}\n```\n\n{note}\n\n"
+        f"Servers, as their sources say; not run:\n\n{lines}\n\n{_undo(facts)}"
+    )
+
+
+def _undo(facts: Facts) -> str:
+    if facts.scheme.stacks or facts.text_config.get("rope_parameters"):
+        return "Undo: `hf_posswap.unpatch_model(hf_posswap.from_pretrained(...))`; what was trained since stays."
+    return "Undo: the table of positions that the swap replaced is gone from this checkpoint; load the base."

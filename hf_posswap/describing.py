@@ -18,6 +18,7 @@ from .planning.plan import config_path, plain_state
 from .planning.rotary import build, has_second_factor, unscaled
 from .record import FOREIGN_ROPE_TYPE, NATIVE, PORTABLE, Record
 from .scheme import Scheme, scheme_of
+from .serving import Served, serving
 from .sites import BIAS, EMBED, ROTARY, EmbedGeometry, RotaryGeometry
 
 NOTHING = "none"
@@ -35,7 +36,10 @@ class SiteDescription:
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe` found. `length_had` and `length` are in tokens (patches); `storage` is None un-patched."""
+    """What `describe` found. `length_had` and `length` are in tokens (patches); `storage` is None un-patched.
+
+    `serving`: what inference servers make of the model once it is saved; read from their sources, not run.
+    """
 
     model: str
     model_type: str
@@ -44,6 +48,7 @@ class Description:
     length: int
     scheme: str | None
     storage: str | None
+    serving: tuple[Served, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.model} ({self.model_type})"]
@@ -58,6 +63,7 @@ class Description:
             PORTABLE: "portable: load it with hf_posswap.from_pretrained",
         }
         lines.append(f"  storage  {meaning[self.storage]}")
+        lines += [f"  {'' if index else 'serving':8} {served}" for index, served in enumerate(self.serving)]
         return "\n".join(lines)
 
 
@@ -87,6 +93,7 @@ def describe(model: nn.Module) -> Description:
         length=length,
         scheme=None if record is None else str(scheme_of(record)),
         storage=None if record is None else record.storage,
+        serving=() if record is None else serving(anatomy.config.to_dict(), record, "FOLDER"),
     )
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from .errors import PosSwapError, nearest
 
 KEY = "posswap"
 VERSION = 1
+DIGEST = "digest"
 NATIVE, PORTABLE = "native", "portable"
 
 # Stands where a rope_type would in a portable checkpoint: stock transformers stops at it instead of loading a
@@ -25,7 +29,8 @@ class Record:
 
     length: the longest sequence, in tokens (patches), the result is meant for. original: config values before the
     swap, by dotted path (`pairing`, the one that no config holds, beside them). measured: numbers read off the
-    model at the swap and needed again at a reload. source: the un-patched model's name or path.
+    model at the swap and needed again at a reload. source: the un-patched model's name. Written with a digest: a
+    record that was damaged, or edited by hand, describes another model than the one it lies with.
     """
 
     scheme: str
@@ -38,7 +43,8 @@ class Record:
     version: int = VERSION
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        data = asdict(self)
+        return data | {DIGEST: digest(data)}
 
     @staticmethod
     def from_dict(data: Any) -> Record:
@@ -48,11 +54,11 @@ class Record:
         version = data.get("version")
         if isinstance(version, int) and version > VERSION:
             raise PosSwapError(f"{KEY}.version={version} was written by a newer hf_posswap; upgrade to read it")
-        known = {f.name: f for f in fields(Record)}
+        known = {f.name for f in fields(Record)} | {DIGEST}
         for key in data:
             if key not in known:
                 raise PosSwapError(f"{KEY}.{key} in the config is unknown; {nearest(key, known)}")
-        missing = known.keys() - data.keys()
+        missing = known - data.keys()
         if missing:
             raise PosSwapError(f"{KEY} in the config lacks {sorted(missing)}")
         types = {"scheme": str, "params": dict, "storage": str, "length": int, "version": int, "source": str}
@@ -61,9 +67,33 @@ class Record:
                 raise PosSwapError(f"{KEY}.{key}={data[key]!r} in the config is not a {expected.__name__}")
         if data["storage"] not in (NATIVE, PORTABLE):
             raise PosSwapError(f"{KEY}.storage={data['storage']!r}; {nearest(data['storage'], (NATIVE, PORTABLE))}")
+        given = data[DIGEST]
         if version != VERSION:
             raise PosSwapError(f"{KEY}.version={version!r} is unknown; this hf_posswap reads {VERSION}")
+        data = {key: value for key, value in data.items() if key != DIGEST}
+        if given != digest(data):
+            raise PosSwapError(
+                f"{KEY} in the config was changed after it was written; swap the model again to change it"
+            )
         return Record(**data)
+
+
+def digest(data: dict[str, Any]) -> str:
+    """16 hex digits of the sha256 of a record's content, whatever the order of its keys, and 4.0 or 4."""
+    return hashlib.sha256(json.dumps(_plain(data), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def published(name: str) -> str:
+    """A name on the hub as it is, a local path by its last part: the rest tells of a machine, not of a model."""
+    return Path(name).name if Path(name).is_absolute() or Path(name).exists() else name
 
 
 def owner_of(holder: Any, path: str) -> tuple[Any, str]:

@@ -19,6 +19,7 @@ class PatchArguments:
 
     model: str = field(metadata={"help": "Folder, or name on the hub, of the model to patch."})
     output_dir: str | None = field(default=None, metadata={"help": "Folder for the patched model; new, or empty."})
+    transformers_4: bool = field(default=False, metadata={"help": "Write the config keys of transformers 4 too."})
     dry_run: bool = field(default=False, metadata={"help": "Print what would be changed, and stop."})
 
 
@@ -40,6 +41,7 @@ def main() -> None:
 
     from hf_posswap import describe, from_pretrained, patch_model, probe
     from hf_posswap.card import write_card
+    from hf_posswap.older import for_transformers_4, twins_of
 
     transformers.utils.logging.set_verbosity_error()
     try:
@@ -56,9 +58,13 @@ def main() -> None:
     print(found)
     if not found.ok:
         raise PosSwapError(f"the patched model is not what its config says: {found.faults[0]}; nothing was saved")
+    if arguments.transformers_4:
+        twins_of(model.config.to_dict())  # refused, where it is, before anything is written
     model.save_pretrained(arguments.output_dir)
     if tokenizer is not None:
         tokenizer.save_pretrained(arguments.output_dir)
+    if arguments.transformers_4:
+        for_transformers_4(arguments.output_dir)
     write_card(arguments.output_dir)
     print(f"written  {arguments.output_dir}")
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_posswap import PosSwapError, from_pretrained, patch_model
-from hf_posswap.card import card
+from hf_posswap import from_pretrained, patch_model
 
 from .families import FAMILIES, tokens
 from .rows import logits
@@ -114,24 +113,24 @@ def test_patch_then_push_dry_run(checkpoint: Path, tmp_path: Path):
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
+def test_patch_writes_the_keys_of_transformers_4(checkpoint: Path, tmp_path: Path):
+    flags = ("--model", checkpoint, "--transformers_4", "--scheme")
+    done = call("patch.py", *flags, "yarn", "--factor", 4, "--output_dir", tmp_path / "yarn")
+    assert done.returncode == 0, done.stderr
+    config = json.loads((tmp_path / "yarn" / "config.json").read_text())
+    assert config["rope_scaling"] == config["rope_parameters"]
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+    done = call("patch.py", *flags, "nope", "--output_dir", tmp_path / "nope")
+    assert done.returncode == 2
+    assert "is not known to transformers 4" in done.stderr
+    assert not (tmp_path / "nope").exists()
+
+
 def test_push_refuses_a_folder_without_a_patched_model(checkpoint: Path, tmp_path: Path):
     assert (
         "holds no patched checkpoint" in call("push.py", "--folder", checkpoint, "--repo_id", "a/b", "--dry_run").stderr
     )
     assert "holds no config.json" in call("push.py", "--folder", tmp_path, "--repo_id", "a/b", "--dry_run").stderr
-
-
-def test_card_states_no_number_that_no_file_backs(tmp_path: Path):
-    patch_model(FAMILIES["llama"].build(), "yarn", factor=4).save_pretrained(tmp_path)
-    text = card(tmp_path, base_model="someone/llama", license="apache-2.0")
-    assert "Not evaluated: no number is claimed." in text
-    assert "Not fine-tuned after the swap." in text
-    assert "base_model: someone/llama" in text
-    assert "license: apache-2.0" in text
-    assert "| `max_position_embeddings` | `32` | `128` |" in text
-    (tmp_path / "evaluation.json").write_text("{half")
-    with pytest.raises(PosSwapError, match=r"evaluation.json is not JSON"):
-        card(tmp_path)
 
 
 def test_demo_runs_the_whole_road(tmp_path: Path):

@@ -648,7 +648,7 @@ def test_two_processes_train_as_one_does(tmp_path, arguments, tokenizer, short_d
     norms = [[entry["grad_norm"] for entry in log.entries] for log in (one, two)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
     ids = torch.arange(20)[None]
-    outputs = [from_pretrained(log.arguments["output_dir"])(ids).logits for log in (one, two)]
+    outputs = [from_pretrained(run.output_dir)(ids).logits for run in (asked, shared)]
     torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-3)
 
 
@@ -672,6 +672,17 @@ def test_processes_that_would_train_apart_are_refused(monkeypatch, arguments, to
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # what `accelerate launch --cpu --num_processes 2` sets
     with pytest.raises(PosSwapError, match=r"`accelerate launch --cpu` starts one; .*--multi_gpu --num_processes N"):
         finetune(llama(), tokenizer, arguments)
+
+
+def test_log_says_nothing_of_where_the_files_were(arguments, tokenizer):
+    """It is pushed with the model."""
+    finetune(llama(), tokenizer, replace(arguments, max_steps=1, save_steps=0))
+    written = json.loads(Path(arguments.output_dir, "train_log.json").read_text())["arguments"]
+    local = [arguments.output_dir, arguments.train_dir, *(arguments.train_file or [])]
+    assert sum(str(path) != "None" and Path(path).is_absolute() for path in local) > 1
+    for path in filter(None, local):
+        assert str(path) not in json.dumps(written)
+        assert Path(path).name in json.dumps(written)
 
 
 # --- refusals

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PosSwapError, nearest
+from ..record import published
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,9 +39,9 @@ def read_texts(
     if eval_file is not None:
         if not Path(eval_file).is_file():
             raise PosSwapError(f"eval_file={eval_file!r} is not a file")
-        return _read_files([Path(eval_file)]), given
+        return _read_files([Path(eval_file)]), {"eval_file": published(eval_file)}
     files = _find_files(eval_dir, file_pattern)
-    return _read_files(files), given | {"file_pattern": file_pattern, "files": len(files)}
+    return _read_files(files), {"eval_dir": published(eval_dir), "file_pattern": file_pattern, "files": len(files)}
 
 
 def tokenize(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:

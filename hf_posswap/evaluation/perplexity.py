@@ -22,6 +22,7 @@ from ..anatomy import find_rotary, find_table, kind, text_config
 from ..errors import PosSwapError
 from ..patching import record_of
 from ..planning.rotary import unscaled
+from ..record import published
 from ..scheme import scheme_of
 from . import report as reports
 from .protocols import Protocol, Window, make_protocol
@@ -233,7 +234,7 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
     record = record_of(model)
     return {
         "class": kind(model),
-        "source": model.config.name_or_path,
+        "source": published(model.config.name_or_path),
         "scheme": None if record is None else str(scheme_of(record)),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtype": str(model.dtype).removeprefix("torch."),

@@ -11,7 +11,7 @@ from torch import nn
 from ..anatomy import Anatomy, kind
 from ..edits import ABSENT, Hook, Replace, same
 from ..errors import PosSwapError
-from ..record import ATTENTION_KEY, FOREIGN_ATTENTION, KEY, NATIVE, Record, config_values, owner_of
+from ..record import ATTENTION_KEY, FOREIGN_ATTENTION, KEY, NATIVE, Record, config_values, owner_of, published
 from ..scheme import Scheme
 
 
@@ -87,7 +87,7 @@ class Plan:
             length=self.length,
             original=self.original,
             measured=self.measured,
-            source=self.source,
+            source=published(self.source),
         )
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PosSwapError
+from ..record import published
 from ..runs import command, hardware, replacing, versions
 
 if TYPE_CHECKING:
@@ -33,6 +34,18 @@ FREE = frozenset(
         "report_to",
     }
 )
+
+
+def without_paths(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with local files by their names alone: the log is published with the model."""
+    return {
+        name: [published(one) for one in value]
+        if name == "train_file" and value
+        else published(value)
+        if name in ("model", "output_dir", "train_dir") and value
+        else value
+        for name, value in arguments.items()
+    }
 
 
 @dataclass(kw_only=True)

@@ -35,7 +35,7 @@ from .arguments import FinetuneArguments
 from .checkpoints import STATE, find_checkpoint, leave_model_to_transformers, save_checkpoint, save_model
 from .checks import check_count, check_documents_apart, check_length, check_tokenizer, find_objective
 from .data import Batches, Blocks, read_documents, tokenize
-from .log import TrainingLog
+from .log import TrainingLog, without_paths
 from .loss import chunk_loss
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def finetune(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, argumen
         if arguments.packing == "documents":
             check_documents_apart(model)
         log = TrainingLog(
-            arguments=asdict(arguments),
+            arguments=without_paths(asdict(arguments)),
             scheme=getattr(model.config, KEY, None),
             model_class=kind(model),
             parameters=model.num_parameters(),
