@@ -21,7 +21,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 
+from .anatomy import AttentionDeclaration
 from .errors import PosSwapError
 from .parts import given, with_argument
 from .relative import exact_parts, spread
@@ -211,15 +214,47 @@ def attend(
 
 
 def stock(module: nn.Module, backend: str) -> Callable:
-    """The function that the module's own file would call for a backend."""
+    """The function that the module's own file would call for a backend; Llama's, where that file calls none."""
     home = sys.modules[type(module).__module__]
-    return home.ALL_ATTENTION_FUNCTIONS.get_interface(backend, home.eager_attention_forward)
+    eager = getattr(home, "eager_attention_forward", modeling_llama.eager_attention_forward)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager)
+
+
+def reroute(module: nn.Module, *args: Any, declaration: AttentionDeclaration, names: tuple[str, ...], **kwargs: Any):
+    """The forward of an attention module whose own does not call transformers' interface: this one does.
+
+    Its mask (B, 1, Q, K) tells which keys a query sees, and with them its position: nobody else tells this module.
+    """
+    call = given(names, args, kwargs)
+    query, key, value = declaration.project(module, call)
+    cache, mask = call.get(declaration.cache), call["attention_mask"]
+    if cache is not None:
+        key, value = cache.update(key, value, module.layer_idx)
+    if mask.dtype == torch.bool:  # true where hidden
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, torch.finfo(query.dtype).min)
+    attention = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, stock(module, "eager"))
+    output, weights = attention(
+        module,
+        query,
+        key,
+        value,
+        mask,
+        scaling=getattr(module, declaration.scaling),
+        dropout=declaration.dropout(module) if module.training else 0.0,
+        position_ids=((mask == 0).sum(-1)[:, 0] - 1).clamp(min=0),
+        **{PLACES: call[PLACES]},
+    )
+    return declaration.finish(module, output.flatten(2), call), weights
 
 
 NAMES = {f"{PREFIX}{backend}": backend for backend in BACKENDS}
+# for families that compute with the mask before attention sees it: always a tensor (B, 1, Q, K), of numbers to add
+DENSE = "dense_"
+NAMES |= {f"{PREFIX}{DENSE}{backend}": backend for backend in BACKENDS}
 for _name, _backend in NAMES.items():
     AttentionInterface.register(_name, partial(attend, backend=_backend))
-    AttentionMaskInterface.register(_name, ALL_MASK_ATTENTION_FUNCTIONS[_backend])
+    _mask = "eager" if DENSE in _name else _backend
+    AttentionMaskInterface.register(_name, ALL_MASK_ATTENTION_FUNCTIONS[_mask])
 
 
 def check_backend(implementation: Any, scheme: str) -> str:
@@ -232,8 +267,14 @@ def check_backend(implementation: Any, scheme: str) -> str:
     return backend
 
 
-def set_implementation(model: nn.Module, attn_implementation: Any, *, scheme: str, **kwargs: Any) -> None:
+def set_implementation(
+    model: nn.Module, attn_implementation: Any, *, scheme: str, rerouted: bool, **kwargs: Any
+) -> None:
     """A patched model's `set_attn_implementation`: the scheme moves to the new backend, or the call is refused."""
+    if rerouted:  # transformers takes such a model for one that cannot choose
+        implementation = PREFIX + DENSE + check_backend(attn_implementation, scheme)
+        model.config._attn_implementation_internal = implementation
+        return
     if isinstance(attn_implementation, dict):
         names = {key: PREFIX + check_backend(value, scheme) for key, value in attn_implementation.items()}
     else:
@@ -243,15 +284,20 @@ def set_implementation(model: nn.Module, attn_implementation: Any, *, scheme: st
 
 @dataclass
 class Route:
-    """An edit: attention goes through this package, on the backend that the model has then; swapped again, past it."""
+    """An edit: attention goes through this package, on the backend that the model has then; swapped again, past it.
+
+    A backend chosen meanwhile stays chosen, but on a model that has no choice: it gets its `own` back.
+    """
 
     modules: list[nn.Module] = field(default_factory=list)
     where: str = ""
+    own: str | None = None
 
     def swap(self) -> None:
         for config in {id(m.config): m.config for m in self.modules}.values():
             now = config._attn_implementation
-            config._attn_implementation_internal = NAMES.get(now, f"{PREFIX}{now}")
+            config._attn_implementation_internal = self.own or NAMES.get(now, f"{PREFIX}{now}")
+            self.own = self.own and now
 
     def __str__(self) -> str:
         return f"{self.where}: attention goes through {__name__}"

@@ -83,9 +83,10 @@ def _pipeline(config: dict[str, Any]) -> str | None:
 
 def _what(config: dict[str, Any], record: Record, base_model: str | None) -> str:
     given = ", ".join(f"`{key}={value!r}`" for key, value in record.params.items()) or "no parameters"
+    layers = "" if record.layers is None else f" in layers {', '.join(map(str, record.layers))}"
     lines = [
         f"A {(config.get('architectures') or ['model'])[0]} whose positions were swapped with hf_posswap: scheme "
-        f"**{record.scheme}** ({given}), meant for sequences of up to {record.length:,} tokens.",
+        f"**{record.scheme}** ({given}){layers}, meant for sequences of up to {record.length:,} tokens.",
         "",
         "| config | before | now |",
         "|---|---|---|",

@@ -54,7 +54,7 @@ def from_pretrained(path: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
     config.name_or_path = str(path)
     model = cls.from_pretrained(path, config=config, **kwargs)
     if record.storage == PORTABLE:
-        new = plan(model, record.make_scheme(), recalled=record)
+        new = plan(model, record.make_scheme(), recalled=record, layers=record.layers)
         if new.storage != PORTABLE or new.original.keys() != record.original.keys():
             raise PosSwapError(f"{KEY} in {path}: the record does not describe this model's {record.scheme!r} swap")
         install(model, new)

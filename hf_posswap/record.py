@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -16,6 +17,10 @@ NATIVE, PORTABLE = "native", "portable"
 # model whose rotation this package had silenced.
 FOREIGN_ROPE_TYPE = "hf_posswap"
 
+# The same for a checkpoint whose rotation is sound: in a saved config transformers reads this key as the attention
+# backend to use, and stops at a name that it does not know.
+GUARD_KEY, GUARD = "attn_implementation", "hf_posswap"
+
 
 @dataclass(frozen=True)
 class Record:
@@ -23,7 +28,8 @@ class Record:
 
     length: the longest sequence, in tokens (patches), the result is meant for. original: config values before the
     swap, by dotted path (`pairing`, the one that no config holds, beside them). measured: numbers read off the
-    model at the swap and needed again at a reload. source: the un-patched model's name or path.
+    model at the swap and needed again at a reload. source: the un-patched model's name or path. layers: indices of
+    the layers that take the scheme, None for all.
     """
 
     scheme: str
@@ -33,10 +39,14 @@ class Record:
     original: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)
     source: str = ""
+    layers: list[int] | None = None
     version: int = VERSION
 
     def make_scheme(self) -> Scheme:
         return make_scheme(self.scheme, self.params)
+
+    def __str__(self) -> str:
+        return named(self.make_scheme(), self.layers)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -53,6 +63,7 @@ class Record:
         for key in data:
             if key not in known:
                 raise PosSwapError(f"{KEY}.{key} in the config is unknown; {nearest(key, known)}")
+        data = {"layers": None} | data  # checkpoints from before there was the choice
         missing = known.keys() - data.keys()
         if missing:
             raise PosSwapError(f"{KEY} in the config lacks {sorted(missing)}")
@@ -60,11 +71,19 @@ class Record:
         for key, expected in (types | {"original": dict, "measured": dict}).items():
             if not isinstance(data[key], expected) or isinstance(data[key], bool):
                 raise PosSwapError(f"{KEY}.{key}={data[key]!r} in the config is not a {expected.__name__}")
+        layers = data["layers"]
+        if layers is not None and (not isinstance(layers, list) or not all(type(i) is int for i in layers)):
+            raise PosSwapError(f"{KEY}.layers={layers!r} in the config is not a list of integers")
         if data["storage"] not in (NATIVE, PORTABLE):
             raise PosSwapError(f"{KEY}.storage={data['storage']!r}; {nearest(data['storage'], (NATIVE, PORTABLE))}")
         if version != VERSION:
             raise PosSwapError(f"{KEY}.version={version!r} is unknown; this hf_posswap reads {VERSION}")
         return Record(**data)
+
+
+def named(scheme: Scheme, layers: Sequence[int] | None) -> str:
+    """A scheme with its parameters and, where it is not in all layers, which ones."""
+    return f"{scheme}" if layers is None else f"{scheme} in layers {', '.join(map(str, layers))}"
 
 
 def owner_of(holder: Any, path: str) -> tuple[Any, str]:

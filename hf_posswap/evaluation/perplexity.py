@@ -67,7 +67,7 @@ def evaluate(
         raise PosSwapError("base is the same object as model (patch_model works in place); load the base once more")
     if (record := record_of(base)) is not None:
         raise PosSwapError(
-            f"base={kind(base)} is itself patched ({record.make_scheme()}); give the model it came from"
+            f"base={kind(base)} is itself patched ({record}); give the model it came from"
             + (f", {record.source}" if record.source else "")
         )
     _require_language_model(base, "base")
@@ -224,7 +224,7 @@ def trained_length(base: nn.Module) -> int:
 def scheme_name(model: nn.Module) -> str:
     """The scheme in the model's record, such as `yarn(factor=4)`; `model` where it was not patched."""
     record = record_of(model)
-    return "model" if record is None else str(record.make_scheme()).removesuffix("()")
+    return "model" if record is None else str(record).removesuffix("()")
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
@@ -233,7 +233,7 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
     return {
         "class": kind(model),
         "source": model.config.name_or_path,
-        "scheme": None if record is None else str(record.make_scheme()),
+        "scheme": None if record is None else str(record),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": model.config._attn_implementation,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..errors import PosSwapError
 from ..record import KEY, Record
 from ..scheme import Scheme
 from ..sites import BIAS, EMBED, ROTARY
+from .layers import chosen_layers, plan_layers
 from .limits import limit_edits
 from .plan import Plan
 from .rotary import install_rotary, silence_rotary
@@ -25,6 +27,7 @@ def plan(
     tokenizer: Any = None,
     processor: Any = None,
     recalled: Record | None = None,
+    layers: Sequence[int] | None = None,
 ) -> Plan:
     """Everything `patch_model` would do, checked, in order. Raises PosSwapError if any of it cannot be done.
 
@@ -38,11 +41,15 @@ def plan(
     configs: dict[int, Any] = {}
     new = Plan(anatomy, scheme, copy.deepcopy(model.config, configs), configs=configs)
     new.source = model.config.name_or_path
+    new.layers = chosen_layers(anatomy, layers)
     if recalled is not None:
         new.measured, new.source = dict(recalled.measured), recalled.source
 
     with torch.device("cpu"):  # a caller may be building on the meta device, where there are no numbers to plan with
-        _plan_sites(new, scheme)
+        if new.layers is None:
+            _plan_sites(new, scheme)
+        else:
+            plan_layers(new, scheme)
     if not new.effective:
         raise PosSwapError(f"{scheme} would change nothing on this {kind(model)}")
     _refuse_invalid(new)
@@ -75,11 +82,11 @@ def _plan_sites(new: Plan, scheme: Scheme) -> None:
         install_table(new, scheme)
     if EMBED in silenced:
         silence_table(new)
-    if BIAS in silenced:
+    if BIAS in silenced and new.anatomy.bias.tables:
         silence_bias(new)
     if EMBED in scheme.sites - native:
         install_addition(new, scheme)
-    if in_attention:
+    if in_attention or (BIAS in silenced and not new.anatomy.bias.tables):
         from .attention import install_attention  # imports transformers' modeling code, seconds of it
 
         install_attention(new, scheme, in_attention)

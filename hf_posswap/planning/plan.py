@@ -32,6 +32,7 @@ class Plan:
     configs: dict[int, Any] = field(default_factory=dict)
     effective: bool = False
     recalibrate: bool = False
+    layers: tuple[int, ...] | None = None
 
     @property
     def text(self) -> Any:
@@ -61,10 +62,11 @@ class Plan:
             original=self.original,
             measured=self.measured,
             source=self.source,
+            layers=None if self.layers is None else list(self.layers),
         )
 
     def __str__(self) -> str:
-        lines = [f"{kind(self.anatomy.model)} -> {self.scheme} ({self.storage}, {len(self.edits)} edits)"]
+        lines = [f"{kind(self.anatomy.model)} -> {self.record()} ({self.storage}, {len(self.edits)} edits)"]
         lines += [f"  config.{path}: {old!r} -> {self._new(path)!r}" for path, old in config_values(self.original)]
         lines += [f"  {edit}" for edit in self.edits if not (isinstance(edit, Replace) and edit.is_idle)]
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])

@@ -28,8 +28,8 @@ from transformers import AutoTokenizer, SchedulerType, get_scheduler
 from ..anatomy import kind
 from ..checkpoint import from_pretrained
 from ..errors import PosSwapError, nearest
-from ..patching import patch_model
-from ..record import KEY, Record
+from ..patching import carries, patch_model, record_of
+from ..record import KEY, named
 from ..scheme import Scheme
 from .arguments import FinetuneArguments
 from .checkpoints import STATE, find_checkpoint, leave_model_to_transformers, save_checkpoint, save_model
@@ -58,13 +58,14 @@ def load(arguments: FinetuneArguments, scheme: Scheme | None = None) -> tuple[Pr
     except OSError as error:
         raise PosSwapError(f"model={str(folder)!r} cannot be loaded: {error}") from error
     if scheme is None:
+        if arguments.layers is not None:
+            raise PosSwapError(f"layers={arguments.layers} was given without --scheme")
         return model, tokenizer
     if checkpoint is None:
-        return patch_model(model, scheme, tokenizer=tokenizer), tokenizer
-    record = getattr(model.config, KEY, None)
-    carried = Record.from_dict(record).make_scheme() if record is not None else None
-    if carried != scheme:
-        raise PosSwapError(f"scheme={scheme} was given, and {checkpoint} carries {carried}; leave --scheme out")
+        return patch_model(model, scheme, tokenizer=tokenizer, layers=arguments.layers), tokenizer
+    if not carries(model, scheme, arguments.layers):
+        asked = named(scheme, arguments.layers)
+        raise PosSwapError(f"scheme={asked} was given, and {checkpoint} carries {record_of(model)}; leave --scheme out")
     return model, tokenizer
 
 
