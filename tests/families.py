@@ -199,7 +199,9 @@ FAMILIES: dict[str, Family] = {
         SIZES | {"ffn_dim": 96, "word_embed_proj_dim": WIDTH, "dropout": 0.0},
         True,
     ),
-    "bloom": Family("BloomForCausalLM", "BloomConfig", PLAIN | {"n_head": HEADS}, True, positions=False),
+    "bloom": Family(
+        "BloomForCausalLM", "BloomConfig", PLAIN | {"n_head": HEADS, "seq_length": LENGTH}, True, positions=False
+    ),
     "mpt": Family(
         "MptForCausalLM",
         "MptConfig",

@@ -197,6 +197,7 @@ MORE_TABLE_ROWS = [
 IN_ATTENTION = {
     "alibi": {},
     "alibi learnable": {"learnable": True},
+    "alibi steep": {"slopes": (2.0, 1.0, 0.5, 0.25)},
     "t5": {},
     "t5 per layer": {"num_buckets": 16, "max_distance": 20, "per_layer": True},
     "kerple": {},
@@ -236,8 +237,8 @@ ATTENTION_ROWS = [
     *in_attention("alibi, t5, kerple", "modernbert"),
     *in_attention("alibi, rope", "electra"),
     *in_attention("alibi, rope", "distilbert"),
-    *in_attention(f"{EVERY_BIAS}, fire, xpos, rope, yarn", "bloom"),
-    *in_attention("alibi, t5, kerple, fire, sandwich, xpos, rope, yarn", "mpt"),
+    *in_attention("alibi steep, t5, t5 per layer, kerple, kerple power, fire, sandwich, xpos, rope, yarn", "bloom"),
+    *in_attention("alibi steep, t5, kerple, fire, sandwich, xpos, rope, yarn", "mpt"),
     *in_attention("alibi, t5, kerple, fire, sandwich, xpos, rope", "falcon_alibi"),
     *in_attention("alibi, t5, kerple, fire, sandwich, xpos, logn", "falcon"),
     *in_attention("alibi, t5, t5 per layer, kerple, sandwich, rope, yarn", "t5_encoder"),
@@ -256,7 +257,7 @@ LAYER_ROWS = [
     Row("logn", "gpt2", {"clip": False}, layers=(1,), native=False, keeps_table=True),
     Row("yarn", "llama", {"factor": 4}, layers=(0,), native=False),
     Row("linear", "gpt_neox", {"factor": 4}, layers=(1,), native=False),
-    Row("yarn", "gemma3", {"factor": 4}, layers=(0,), native=False),
+    Row("yarn", "gemma3", {"factor": 4}, layers=(1,), native=False),
     Row("dynamic", "llama", {"factor": 4}, layers=(1,), native=False, **SWITCHING[1]),
 ]
 ROWS = ROTARY_ROWS + SILENT_ROWS + ADDED_ROWS + TABLE_ROWS + MORE_TABLE_ROWS + ATTENTION_ROWS + LAYER_ROWS

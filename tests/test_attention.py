@@ -143,6 +143,51 @@ def test_logn(params):
         np.testing.assert_allclose(new, old * growth, atol=2e-4)
 
 
+# --- families with an attention of their own
+
+
+REMADE = [
+    ("bloom", {"learnable": True}),
+    ("mpt", {"learnable": True}),
+    ("falcon_alibi", {"slopes": tuple(s / 4 for s in oracles_bias.alibi_slopes(4))}),  # Falcon's, over sqrt(D)
+]
+
+
+@pytest.mark.parametrize(("family", "params"), REMADE, ids=str)
+def test_native_alibi_made_again_is_the_unpatched_model(family, params):
+    """The strongest oracle there is: transformers' own forward, padded, cached and on both backends."""
+    model, ids = FAMILIES[family].build(), tokens(2, 20)
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    real, batches = mask.bool(), [{"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}]
+    before = [logits(model, **batch) for batch in batches]
+    patch_model(model, "alibi", **params)
+    for backend in ("eager", "sdpa"):
+        model.set_attn_implementation(backend)
+        whole, padded = (logits(model, **batch) for batch in batches)
+        close(whole, before[0])
+        close(padded[real], before[1][real])
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt"])
+def test_native_alibi_of_six_heads(family):
+    sizes = {"bloom": {"n_head": 6, "hidden_size": 96}, "mpt": {"n_heads": 6, "d_model": 96}}[family]
+    model, ids = FAMILIES[family].build(**sizes), tokens(2, 20)
+    before = logits(model, input_ids=ids)
+    close(logits(patch_model(model, "alibi", learnable=True), input_ids=ids), before)
+
+
+@pytest.mark.parametrize(
+    "architecture", [{"new_decoder_architecture": True}, {"multi_query": True}, {"num_kv_heads": 4}], ids=str
+)
+def test_falcon_rotates_as_before_on_its_new_way(architecture):
+    """logn changes nothing within the trained length: what is left is the way."""
+    shapes = {"new_decoder_architecture": False, "multi_query": False} | architecture
+    model, ids = FAMILIES["falcon"].build(**shapes), tokens(2, 20)
+    before = logits(model, input_ids=ids)
+    close(logits(patch_model(model, "logn"), input_ids=ids), before)
+
+
 # --- 13 backends
 
 

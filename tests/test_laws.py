@@ -238,7 +238,8 @@ def test_other_models_never_notice(row: Row):
 # --- 10 precision
 
 
-@by_id([row for row in ROWS if row in ROTARY_ROWS + SILENT_ROWS])
+# Falcon builds a rotary module also where it has ALiBi, and reads it never
+@by_id([row for row in ROTARY_ROWS + SILENT_ROWS if row.family != "falcon_alibi"])
 @pytest.mark.parametrize("cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.bfloat16().float()])
 def test_frequencies_stay_float32(row: Row, cast):
     model = row.patched()

@@ -144,7 +144,9 @@ def install_attention(new: Plan, scheme: Scheme, sites: frozenset[str]) -> None:
     new.original[GUARD_KEY] = ABSENT
     setattr(new.config, GUARD_KEY, GUARD)
     new.storage = PORTABLE
-    new.effective = True
+    native = new.anatomy.bias
+    # a family that adds ALiBi in each layer has the paper's slopes; Falcon, which adds it for all, has its own
+    new.effective = native is None or native.shared or native.name != scheme.name or bool(scheme.given())
     new.length = new.length or length
 
 
