@@ -34,6 +34,7 @@ def from_pretrained(path: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
 
     from .patching import adopt, forget_replaced, install
     from .planning import plan
+    from .scheme import scheme_of
 
     if kwargs.pop("trust_remote_code", False):
         raise PosSwapError("trust_remote_code=True: this loader never runs code from a checkpoint; leave it out")
@@ -54,7 +55,7 @@ def from_pretrained(path: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
     config.name_or_path = str(path)
     model = cls.from_pretrained(path, config=config, **kwargs)
     if record.storage == PORTABLE:
-        new = plan(model, record.make_scheme(), recalled=record, layers=record.layers)
+        new = plan(model, scheme_of(record), recalled=record, layers=record.layers)
         if new.storage != PORTABLE or new.original.keys() != record.original.keys():
             raise PosSwapError(f"{KEY} in {path}: the record does not describe this model's {record.scheme!r} swap")
         install(model, new)

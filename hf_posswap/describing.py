@@ -18,6 +18,7 @@ from .planning.layers import SECOND, second_config
 from .planning.plan import config_path, plain_state
 from .planning.rotary import build, has_second_factor, unscaled
 from .record import FOREIGN_ROPE_TYPE, NATIVE, PORTABLE, Record
+from .scheme import name_of, scheme_of
 from .sites import BIAS, EMBED, ROTARY, EmbedGeometry, RotaryGeometry
 
 NOTHING = "none"
@@ -85,7 +86,7 @@ def describe(model: nn.Module) -> Description:
         sites=tuple(sites),
         length_had=_original_length(anatomy, record),
         length=length,
-        scheme=None if record is None else str(record),
+        scheme=None if record is None else name_of(record),
         storage=None if record is None else record.storage,
     )
 
@@ -129,15 +130,15 @@ def _describe_rotary(anatomy: Anatomy, record: Record | None) -> SiteDescription
     before = _original(anatomy, record, "rope_parameters")
     for layer_type in site.layer_types or (None,):
         old, new = (p[layer_type] if layer_type else p for p in (before, site.config.rope_parameters))
-        swapped = record is not None and ROTARY in record.make_scheme().sites and old != new
+        swapped = record is not None and ROTARY in scheme_of(record).sites and old != new
         names.append((_rotary_name(old), record.scheme if swapped else _rotary_name(new)))
         shown = {k: v for k, v in new.items() if k != "rope_type" and v is not None}
         label = f"{layer_type}: " if layer_type else ""
         if names[-1][1] != NOTHING:
             details.append(label + ", ".join(f"{k}={_number(v)}" for k, v in sorted(shown.items())))
     had, has = (" / ".join(dict.fromkeys(n[side] for n in names)) for side in (0, 1))
-    if record is not None and record.layers is not None and not record.make_scheme().stacks:
-        has = _in_layers(record, had, record.scheme if ROTARY in record.make_scheme().sites else NOTHING)
+    if record is not None and record.layers is not None and not scheme_of(record).stacks:
+        has = _in_layers(record, had, record.scheme if ROTARY in scheme_of(record).sites else NOTHING)
     if record is not None and "pairing" in record.original:
         details.append(f"pairing={record.params['pairing']}")
     return SiteDescription(ROTARY, had, has, "; ".join(details))
@@ -145,7 +146,7 @@ def _describe_rotary(anatomy: Anatomy, record: Record | None) -> SiteDescription
 
 def _describe_table(anatomy: Anatomy, record: Record | None) -> SiteDescription:
     table = anatomy.table
-    replaced = record is not None and EMBED in record.make_scheme().sites
+    replaced = record is not None and EMBED in scheme_of(record).sites
     has = NOTHING if _silenced(anatomy, record) else record.scheme if replaced else "learned"
     state = "trainable" if table.weight.requires_grad else "frozen"
     size = f"{table.grid[0]} x {table.grid[1]} patches" if table.grid else f"{table.length} positions"
@@ -154,7 +155,7 @@ def _describe_table(anatomy: Anatomy, record: Record | None) -> SiteDescription:
 
 def _describe_bias(anatomy: Anatomy, record: Record | None) -> SiteDescription:
     had, table = anatomy.bias.name, next(iter(anatomy.bias.tables.values()), None)
-    replaced = record is not None and BIAS in record.make_scheme().sites
+    replaced = record is not None and BIAS in scheme_of(record).sites
     has = _in_layers(record, had, NOTHING if _silenced(anatomy, record) else record.scheme if replaced else had)
     own = "" if table is None else f"{table.num_embeddings} buckets"
     return SiteDescription(BIAS, had, has, "inside attention" if replaced else own)
@@ -171,7 +172,7 @@ def _describe_added(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDes
     """What a swap put where the model had nothing."""
     if record is None:
         return
-    scheme = record.make_scheme()
+    scheme = scheme_of(record)
     for site in (EMBED, ROTARY, BIAS):
         if site in scheme.sites - anatomy.sites:
             where = "added before the first layer" if site == EMBED else "inside attention"
@@ -180,7 +181,7 @@ def _describe_added(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDes
 
 def _silenced(anatomy: Anatomy, record: Record | None) -> bool:
     """Whether the model's own sites were silenced, all of them, by a swap that put nothing like them there."""
-    scheme = None if record is None else record.make_scheme()
+    scheme = None if record is None else scheme_of(record)
     return scheme is not None and not scheme.stacks and not scheme.sites & anatomy.sites
 
 
@@ -430,7 +431,7 @@ def _faults(anatomy: Anatomy, called: set[str]) -> Iterator[str]:
         if path not in called:
             yield f"{path}: no forward pass reads this rotary module; what it holds has no effect"
         if path.rpartition(".")[2] == SECOND:
-            yield from _rotary_faults(second_config(anatomy, record.make_scheme(), record.layers), path, module)
+            yield from _rotary_faults(second_config(anatomy, scheme_of(record), record.layers), path, module)
         elif module.config is not text_config(anatomy.model):
             yield f"{path}: reads another config than the model's"
         elif not silenced_here:
@@ -466,7 +467,7 @@ def _rotary_faults(config: Any, path: str, module: nn.Module) -> Iterator[str]:
 
 def _record_faults(anatomy: Anatomy, record: Record) -> Iterator[str]:
     """Where the config is not what the recorded scheme writes."""
-    scheme, site = record.make_scheme(), anatomy.rotary
+    scheme, site = scheme_of(record), anatomy.rotary
     if site is None or ROTARY not in scheme.sites or scheme.in_attention or record.layers is not None:
         return
     before = config_before(anatomy.model, record).get_text_config()
@@ -502,7 +503,7 @@ def _table_faults(anatomy: Anatomy, record: Record | None) -> Iterator[str]:
             yield f"{name}: holds {held} positions and the table {rows}"
     if record is None:
         return
-    scheme = record.make_scheme()
+    scheme = scheme_of(record)
     if EMBED in scheme.sites and scheme.recomputable:
         rows = table.rows[table.reserved :]
         rms = record.measured.get("rms", 1.0)

@@ -19,7 +19,7 @@ from .planning.limits import limit_edits
 from .planning.plan import Plan
 from .planning.rotary import keep_dtype, pairing_edits, rotary_edits, rotary_geometry, scaled_layer_types
 from .record import KEY, PORTABLE, Record, config_values, owner_of
-from .scheme import Scheme, make_scheme
+from .scheme import Scheme, make_scheme, scheme_of
 from .sites import BIAS, EMBED, ROTARY
 
 ATTRIBUTE = "_posswap"
@@ -90,7 +90,7 @@ def carries(model: nn.Module, scheme: Scheme, layers: Sequence[int] | None) -> b
     """Whether a model's record is of this very swap."""
     record, chosen = record_of(model), chosen_layers(examine(model), layers)
     asked = None if chosen is None else list(chosen)
-    return record is not None and record.make_scheme() == scheme and record.layers == asked
+    return record is not None and scheme_of(record) == scheme and record.layers == asked
 
 
 def unpatch_model(model: nn.Module, *, tokenizer: Any = None, processor: Any = None) -> Any:
@@ -150,7 +150,7 @@ def adopt(model: nn.Module, record: Record) -> Patch:
         )
     anatomy = examine(model)
     replaced = _replaced_sites(anatomy, record)
-    trainable = record.make_scheme().trainable
+    trainable = scheme_of(record).trainable
     if EMBED in replaced and not trainable:  # transformers loads every table as trainable
         anatomy.table.weight.requires_grad_(False)
     if BIAS in replaced and not trainable:
@@ -173,7 +173,7 @@ def forget_replaced(model: nn.Module) -> None:
 
 def _replaced_sites(anatomy: Anatomy, record: Record) -> frozenset[str]:
     """The sites of a model that a recorded swap took over or silenced."""
-    scheme = record.make_scheme()
+    scheme = scheme_of(record)
     if scheme.stacks or record.layers is not None:
         return frozenset()
     return scheme.sites & anatomy.sites or anatomy.sites
@@ -195,7 +195,7 @@ def _way_back(model: nn.Module, record: Record) -> Journal:
             f"{record.scheme}: this checkpoint no longer holds the table that the swap replaced, so it cannot be "
             f"undone or swapped again; load {record.source or 'the original model'} and patch that"
         )
-    back = Plan(anatomy, record.make_scheme(), model.config)
+    back = Plan(anatomy, scheme_of(record), model.config)
     rotary_edits(back, anatomy.rotary, config_before(model, record).get_text_config())
     for edit in back.edits:
         if edit.name == "_apply":  # belongs to the patched side, and `adopt` made it

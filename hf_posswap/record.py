@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from .errors import PosSwapError, nearest
-from .scheme import Scheme, make_scheme
 
 KEY = "posswap"
 VERSION = 1
@@ -42,12 +40,6 @@ class Record:
     layers: list[int] | None = None
     version: int = VERSION
 
-    def make_scheme(self) -> Scheme:
-        return make_scheme(self.scheme, self.params)
-
-    def __str__(self) -> str:
-        return named(self.make_scheme(), self.layers)
-
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -79,11 +71,6 @@ class Record:
         if version != VERSION:
             raise PosSwapError(f"{KEY}.version={version!r} is unknown; this hf_posswap reads {VERSION}")
         return Record(**data)
-
-
-def named(scheme: Scheme, layers: Sequence[int] | None) -> str:
-    """A scheme with its parameters and, where it is not in all layers, which ones."""
-    return f"{scheme}" if layers is None else f"{scheme} in layers {', '.join(map(str, layers))}"
 
 
 def owner_of(holder: Any, path: str) -> tuple[Any, str]:

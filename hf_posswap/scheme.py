@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .errors import PosSwapError, nearest
-from .sites import BiasChange, BiasGeometry, EmbedChange, EmbedGeometry, RotaryChange, RotaryGeometry
+from .sites import BIAS, ROTARY, BiasChange, BiasGeometry, EmbedChange, EmbedGeometry, RotaryChange, RotaryGeometry
+
+if TYPE_CHECKING:
+    from .record import Record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,11 @@ class Scheme:
 
     def bias(self, site: BiasGeometry) -> BiasChange:
         raise NotImplementedError(f"{self.name} puts nothing at the bias site")
+
+    def sites_in_attention(self, native: frozenset[str]) -> frozenset[str]:
+        """Those of its sites that this package serves inside attention, on a model whose own sites are `native`."""
+        turned = self.in_attention or ROTARY not in native
+        return self.sites & ({BIAS, ROTARY} if turned else {BIAS})
 
     @property
     def recomputable(self) -> bool:
@@ -128,3 +136,18 @@ def make_scheme(scheme: str | Scheme, params: Mapping[str, Any]) -> Scheme:
     if required:
         raise PosSwapError(f"{scheme}: missing {', '.join(required)}")
     return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in params.items()})
+
+
+def scheme_of(record: Record) -> Scheme:
+    """The scheme that a record names, looked up in the registry and nowhere else."""
+    return make_scheme(record.scheme, record.params)
+
+
+def named(scheme: Scheme, layers: Sequence[int] | None) -> str:
+    """A scheme with its parameters and, where it is not in all layers, which ones."""
+    return f"{scheme}" if layers is None else f"{scheme} in layers {', '.join(map(str, layers))}"
+
+
+def name_of(record: Record) -> str:
+    """What a record says was swapped in, for people."""
+    return named(scheme_of(record), record.layers)

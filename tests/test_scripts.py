@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -23,9 +24,9 @@ SCRIPTS = sorted(path.name for path in (ROOT / "scripts").glob("*.py"))
 sys.path.insert(0, str(ROOT / "scripts"))
 
 
-def call(script: str, *arguments: object, **options) -> subprocess.CompletedProcess:
+def call(script: str, *arguments: object, env: dict | None = None, **options) -> subprocess.CompletedProcess:
     command = [sys.executable, ROOT / "scripts" / script, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, **options)
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | (env or {}), **options)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from ..anatomy import find_rotary, find_table, kind, text_config
 from ..errors import PosSwapError
 from ..patching import record_of
 from ..planning.rotary import unscaled
+from ..scheme import name_of
 from . import report as reports
 from .protocols import Protocol, Window, make_protocol
 
@@ -67,7 +68,7 @@ def evaluate(
         raise PosSwapError("base is the same object as model (patch_model works in place); load the base once more")
     if (record := record_of(base)) is not None:
         raise PosSwapError(
-            f"base={kind(base)} is itself patched ({record}); give the model it came from"
+            f"base={kind(base)} is itself patched ({name_of(record)}); give the model it came from"
             + (f", {record.source}" if record.source else "")
         )
     _require_language_model(base, "base")
@@ -224,7 +225,7 @@ def trained_length(base: nn.Module) -> int:
 def scheme_name(model: nn.Module) -> str:
     """The scheme in the model's record, such as `yarn(factor=4)`; `model` where it was not patched."""
     record = record_of(model)
-    return "model" if record is None else str(record).removesuffix("()")
+    return "model" if record is None else name_of(record).removesuffix("()")
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
@@ -233,7 +234,7 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
     return {
         "class": kind(model),
         "source": model.config.name_or_path,
-        "scheme": None if record is None else str(record),
+        "scheme": None if record is None else name_of(record),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": model.config._attn_implementation,

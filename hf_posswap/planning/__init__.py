@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..anatomy import examine, kind, refuse_foreign_rotary
+from ..anatomy import Anatomy, examine, kind, refuse_foreign_rotary
 from ..errors import PosSwapError
 from ..record import KEY, Record
 from ..scheme import Scheme
@@ -17,7 +17,7 @@ from ..sites import BIAS, EMBED, ROTARY
 from .layers import chosen_layers, plan_layers
 from .limits import limit_edits
 from .plan import Plan
-from .rotary import install_rotary, silence_rotary
+from .rotary import install_rotary, is_silent_natively, silence_rotary, silence_rotary_natively
 from .table import install_addition, install_table, silence_bias, silence_table
 
 
@@ -46,10 +46,8 @@ def plan(
         new.measured, new.source = dict(recalled.measured), recalled.source
 
     with torch.device("cpu"):  # a caller may be building on the meta device, where there are no numbers to plan with
-        if new.layers is None:
-            _plan_sites(new, scheme)
-        else:
-            plan_layers(new, scheme)
+        for step in choose_steps(anatomy, scheme) if new.layers is None else (plan_layers,):
+            step(new, scheme)
     if not new.effective:
         raise PosSwapError(f"{scheme} would change nothing on this {kind(model)}")
     _refuse_invalid(new)
@@ -66,30 +64,33 @@ def plan(
     return new
 
 
-def _plan_sites(new: Plan, scheme: Scheme) -> None:
-    """Silence and install, site by site."""
-    native = new.anatomy.sites
-    in_attention = scheme.sites & {BIAS}
-    if ROTARY in scheme.sites and (scheme.in_attention or ROTARY not in native):
-        in_attention |= {ROTARY}
-    replaced = (scheme.sites & native) - in_attention
+Step = Callable[[Plan, Scheme], None]
+
+
+def choose_steps(anatomy: Anatomy, scheme: Scheme) -> tuple[Step, ...]:
+    """What silences and installs, site by site, in order."""
+    native, inside = anatomy.sites, scheme.sites_in_attention(anatomy.sites)
+    replaced = (scheme.sites & native) - inside
     silenced = frozenset() if replaced or scheme.stacks else native  # like for like leaves a model's other sites alone
+    steps: list[Step] = []
     if ROTARY in replaced:
-        install_rotary(new, scheme)
+        steps.append(install_rotary)
     if ROTARY in silenced:
-        silence_rotary(new, must_be_portable=bool(scheme.sites))
+        natively = not scheme.sites and is_silent_natively(anatomy)
+        steps.append(silence_rotary_natively if natively else silence_rotary)
     if EMBED in replaced:
-        install_table(new, scheme)
+        steps.append(install_table)
     if EMBED in silenced:
-        silence_table(new)
-    if BIAS in silenced and new.anatomy.bias.tables:
-        silence_bias(new)
+        steps.append(silence_table)
+    if BIAS in silenced and anatomy.bias.tables:
+        steps.append(silence_bias)
     if EMBED in scheme.sites - native:
-        install_addition(new, scheme)
-    if in_attention or (BIAS in silenced and not new.anatomy.bias.tables):
+        steps.append(install_addition)
+    if inside or (BIAS in silenced and not anatomy.bias.tables):
         from .attention import install_attention  # imports transformers' modeling code, seconds of it
 
-        install_attention(new, scheme, in_attention)
+        steps.append(install_attention)
+    return tuple(steps)
 
 
 def _refuse_invalid(new: Plan) -> None:

@@ -114,9 +114,9 @@ def _is_chosen(new: Plan, path: str) -> bool:
     return any(path.startswith(f"{layers}.{index}.") for index in new.layers)
 
 
-def install_attention(new: Plan, scheme: Scheme, sites: frozenset[str]) -> None:
-    """Attach what the scheme puts at `sites` (bias, rotary) to every attention module, and route attention there."""
-    model = new.anatomy.model
+def install_attention(new: Plan, scheme: Scheme) -> None:
+    """Attach what the scheme puts inside attention to every attention module, and route attention there."""
+    model, sites = new.anatomy.model, scheme.sites_in_attention(new.anatomy.sites)
     site = find_attention(new, scheme)
     modules = [module for stack in site.stacks for module in stack.attentions.values()]
     for config in {id(c): c for c in (getattr(m, "config", new.anatomy.config) for m in modules)}.values():

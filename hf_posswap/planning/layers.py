@@ -56,7 +56,7 @@ def plan_layers(new: Plan, scheme: Scheme) -> None:
     if scheme.sites or BIAS in silenced:
         from .attention import install_attention  # imports transformers' modeling code, seconds of it
 
-        install_attention(new, scheme, scheme.sites)
+        install_attention(new, scheme)
 
 
 def _exchange(new: Plan, rotary: nn.Module | None, scheme: Scheme) -> None:

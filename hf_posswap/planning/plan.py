@@ -12,7 +12,7 @@ from ..anatomy import Anatomy, kind
 from ..edits import ABSENT, Hook, Replace, same
 from ..errors import PosSwapError
 from ..record import NATIVE, Record, config_values, owner_of
-from ..scheme import Scheme
+from ..scheme import Scheme, named
 
 
 @dataclass
@@ -66,7 +66,8 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        lines = [f"{kind(self.anatomy.model)} -> {self.record()} ({self.storage}, {len(self.edits)} edits)"]
+        swap = named(self.scheme, self.layers)
+        lines = [f"{kind(self.anatomy.model)} -> {swap} ({self.storage}, {len(self.edits)} edits)"]
         lines += [f"  config.{path}: {old!r} -> {self._new(path)!r}" for path, old in config_values(self.original)]
         lines += [f"  {edit}" for edit in self.edits if not (isinstance(edit, Replace) and edit.is_idle)]
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])

@@ -349,30 +349,17 @@ def pairing_edits(new: Plan, geometry: RotaryGeometry, pairing: str, layer_types
         raise PosSwapError(f"pairing={pairing!r}: no q_proj and k_proj were found in {kind(new.anatomy.model)}")
 
 
-def silence_rotary(new: Plan, must_be_portable: bool) -> None:
-    """No dimension turns. Native where transformers' `proportional` type with share 0 fits; else portable."""
-    site = new.anatomy.rotary
+def _silent(anatomy: Anatomy) -> dict[str, Any]:
+    """The rope_parameters that turn nothing: transformers' `proportional` type with share 0."""
     silent = {"rope_type": "proportional", "partial_rotary_factor": 0.0}
-    if has_second_factor(new.anatomy):  # transformers 5.17 reads the factor of any type there
+    if has_second_factor(anatomy):  # transformers 5.17 reads the factor of any type there
         silent["factor"] = 1.0
-    if not must_be_portable and _silent_natively(site, silent):
-        new.set_config("rope_parameters", _each(site, lambda p: unscaled(p, site.config)[0] | silent))
-        rotary_edits(new, site, new.text)
-    else:
-        new.storage = PORTABLE
-        new.set_config("rope_parameters", _each(site, lambda p: dict(p) | {"rope_type": FOREIGN_ROPE_TYPE}))
-        zero_rotary_edits(new, site)
-    new.effective |= any(b.is_meta or bool(b.any()) for m in site.modules.values() for b in m._buffers.values())
-    new.length = site.config.max_position_embeddings
+    return silent
 
 
-def _each(site: RotarySite, change: Callable[[dict], dict]) -> dict[str, Any]:
-    """rope_parameters with `change` applied to the flat dict, or to each layer type's."""
-    old = copy.deepcopy(site.config.rope_parameters)
-    return old | {t: change(old[t]) for t in site.layer_types} if site.layer_types else change(old)
-
-
-def _silent_natively(site: RotarySite, silent: dict[str, Any]) -> bool:
+def is_silent_natively(anatomy: Anatomy) -> bool:
+    """Whether this model's own rotary modules, built by transformers, can be told to turn nothing."""
+    site, silent = anatomy.rotary, _silent(anatomy)
     config = copy.deepcopy(site.config)
     config.rope_parameters = _each(site, lambda p: unscaled(p, site.config)[0] | silent)
     for module in site.modules.values():
@@ -382,6 +369,35 @@ def _silent_natively(site: RotarySite, silent: dict[str, Any]) -> bool:
             if fresh.shape != module.get_buffer(name).shape or fresh.any():
                 return False
     return True
+
+
+def silence_rotary_natively(new: Plan, scheme: Scheme) -> None:
+    """No dimension turns, and any reader of the config rebuilds it so."""
+    site, silent = new.anatomy.rotary, _silent(new.anatomy)
+    new.set_config("rope_parameters", _each(site, lambda p: unscaled(p, site.config)[0] | silent))
+    _note_silence(new)
+    rotary_edits(new, site, new.text)
+
+
+def silence_rotary(new: Plan, scheme: Scheme) -> None:
+    """No dimension turns, and stock transformers stops at the config."""
+    site = new.anatomy.rotary
+    new.storage = PORTABLE
+    new.set_config("rope_parameters", _each(site, lambda p: dict(p) | {"rope_type": FOREIGN_ROPE_TYPE}))
+    _note_silence(new)
+    zero_rotary_edits(new, site)
+
+
+def _note_silence(new: Plan) -> None:
+    site = new.anatomy.rotary
+    new.effective |= any(b.is_meta or bool(b.any()) for m in site.modules.values() for b in m._buffers.values())
+    new.length = site.config.max_position_embeddings
+
+
+def _each(site: RotarySite, change: Callable[[dict], dict]) -> dict[str, Any]:
+    """rope_parameters with `change` applied to the flat dict, or to each layer type's."""
+    old = copy.deepcopy(site.config.rope_parameters)
+    return old | {t: change(old[t]) for t in site.layer_types} if site.layer_types else change(old)
 
 
 def zero_rotary_edits(new: Plan, site: RotarySite) -> None:

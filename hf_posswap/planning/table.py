@@ -56,7 +56,7 @@ def install_table(new: Plan, scheme: Scheme) -> None:
     _resize_around(new, table, change)
 
 
-def silence_table(new: Plan) -> None:
+def silence_table(new: Plan, scheme: Scheme) -> None:
     table = new.anatomy.table
     _write_table(new, table, torch.zeros_like(table.rows), trainable=False)
     new.length = table.length
@@ -107,7 +107,7 @@ def _resize_image(new: Plan, table: TableSite, grid: tuple[int, int]) -> None:
             new.replace(live, name, value, path)
 
 
-def silence_bias(new: Plan) -> None:
+def silence_bias(new: Plan, scheme: Scheme) -> None:
     refuse_quantised(new.anatomy.model, str(new.scheme))
     for path, table in new.anatomy.bias.tables.items():
         zeros = nn.Parameter(torch.zeros_like(table.weight), requires_grad=False)

@@ -29,8 +29,8 @@ from ..anatomy import kind
 from ..checkpoint import from_pretrained
 from ..errors import PosSwapError, nearest
 from ..patching import carries, patch_model, record_of
-from ..record import KEY, named
-from ..scheme import Scheme
+from ..record import KEY
+from ..scheme import Scheme, name_of, named
 from .arguments import FinetuneArguments
 from .checkpoints import STATE, find_checkpoint, leave_model_to_transformers, save_checkpoint, save_model
 from .checks import check_count, check_documents_apart, check_length, check_tokenizer, find_objective
@@ -64,8 +64,9 @@ def load(arguments: FinetuneArguments, scheme: Scheme | None = None) -> tuple[Pr
     if checkpoint is None:
         return patch_model(model, scheme, tokenizer=tokenizer, layers=arguments.layers), tokenizer
     if not carries(model, scheme, arguments.layers):
-        asked = named(scheme, arguments.layers)
-        raise PosSwapError(f"scheme={asked} was given, and {checkpoint} carries {record_of(model)}; leave --scheme out")
+        record = record_of(model)
+        carried, asked = None if record is None else name_of(record), named(scheme, arguments.layers)
+        raise PosSwapError(f"scheme={asked} was given, and {checkpoint} carries {carried}; leave --scheme out")
     return model, tokenizer
 
 
