@@ -55,23 +55,27 @@ class Replace:
 
 @dataclass
 class Hook:
-    """Install, or remove, a forward pre-hook that sees keyword arguments."""
+    """Install, or remove, a forward pre-hook that sees keyword arguments; `after`: a hook behind the forward."""
 
     owner: nn.Module
     function: Callable
     where: str = ""
     handle: Any = None
+    after: bool = False
 
     def swap(self) -> None:
         if self.handle is None:
-            self.handle = self.owner.register_forward_pre_hook(self.function, with_kwargs=True)
+            if self.after:
+                self.handle = self.owner.register_forward_hook(self.function)
+            else:
+                self.handle = self.owner.register_forward_pre_hook(self.function, with_kwargs=True)
         else:
             self.handle.remove()
             self.handle = None
 
     def __str__(self) -> str:
         name = getattr(self.function, "func", self.function).__name__
-        return f"{self.where or type(self.owner).__name__}: before forward, {name}"
+        return f"{self.where or type(self.owner).__name__}: {'after' if self.after else 'before'} forward, {name}"
 
 
 @dataclass

@@ -172,11 +172,12 @@ def forget_replaced(model: nn.Module) -> None:
 
 
 def _replaced_sites(anatomy: Anatomy, record: Record) -> frozenset[str]:
-    """The sites of a model that a recorded swap took over or silenced."""
+    """The sites of a model whose numbers a recorded swap took over or silenced; an ALiBi has none."""
     scheme = scheme_of(record)
     if scheme.stacks or record.layers is not None:
         return frozenset()
-    return scheme.sites & anatomy.sites or anatomy.sites
+    replaced = scheme.sites & anatomy.sites or anatomy.sites
+    return replaced if anatomy.bias is None or anatomy.bias.tables else replaced - {BIAS}
 
 
 def config_before(model: nn.Module, record: Record) -> Any:

@@ -205,7 +205,8 @@ FAMILIES: dict[str, Family] = {
     "mpt": Family(
         "MptForCausalLM",
         "MptConfig",
-        {"vocab_size": VOCAB, "d_model": WIDTH, "n_heads": HEADS, "max_seq_len": LENGTH, "pad_token_id": PAD},
+        {"vocab_size": VOCAB, "d_model": WIDTH, "n_heads": HEADS, "max_seq_len": LENGTH, "pad_token_id": PAD}
+        | {"attn_config": {"dtype": "float32"}},  # a save without it differs from the next
         True,
         positions=False,
         layers_key="n_layers",

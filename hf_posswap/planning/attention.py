@@ -120,7 +120,9 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
     site = find_attention(new, scheme)
     modules = [module for stack in site.stacks for module in stack.attentions.values()]
     for config in {id(c): c for c in (getattr(m, "config", new.anatomy.config) for m in modules)}.values():
-        attention.check_backend(config._attn_implementation, scheme.name)
+        attention.check_backend(config._attn_implementation, scheme.name, modules)
+    if scheme.sites:
+        refuse_context_parallelism(scheme)
     if scheme.stacks and site.own and new.anatomy.bias is not None:
         raise PosSwapError(f"{scheme.name} joins what a model has, and {kind(model)} adds its ALiBi outside of reach")
     length = trained_length(new)
@@ -150,11 +152,25 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
     new.length = new.length or length
 
 
+def refuse_context_parallelism(scheme: Scheme) -> None:
+    """Raise where accelerate runs this process under context parallelism, whose hooks drop every mask and bias."""
+    from accelerate.state import AcceleratorState
+
+    parallelism = AcceleratorState._shared_state.get("parallelism_config")
+    if parallelism is not None and parallelism.cp_enabled:
+        raise PosSwapError(
+            f"{scheme.name}: cp_size={parallelism.cp_size} splits a sequence among processes that do not know their "
+            "places in it; a scheme inside attention needs cp_size=1"
+        )
+
+
 def _attach(new: Plan, stack: Stack, change: BiasChange | None, rotation: Rotation | None) -> None:
     """Edits that attach a change and a rotation to every attention module of a stack, and tell it their places."""
     common = attention.Attached(change, rotation, stack.causal)
     if change is None or change.shared:
         new.edits.append(Replace(stack.module, "posswap", common, stack.path))
+        new.edits.append(Hook(stack.module, partial(attention.remember, attached=common), stack.path))
+        new.edits.append(Hook(stack.module, partial(attention.forget, attached=common), stack.path, after=True))
     for path, module in stack.attentions.items():
         attached = common
         if change is not None and not change.shared:
