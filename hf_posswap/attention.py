@@ -128,9 +128,8 @@ class Attached(nn.Module):
         rights = exact_parts(right, dtype, 2)
         columns = torch.cat([a for a in lefts for _ in rights], dim=-1)  # (H, r)
         rows = torch.cat([b for _ in lefts for b in rights], dim=-1)  # (K, r)
-        if query.device.type != "cpu":  # fused kernels there want whole multiples of 8
-            spare = -(query.shape[-1] + columns.shape[-1]) % 8
-            columns, rows = (nn.functional.pad(t, (0, spare)) for t in (columns, rows))
+        spare = -(query.shape[-1] + columns.shape[-1]) % 8  # fused kernels want it; on a CPU 72 are faster than 65
+        columns, rows = (nn.functional.pad(t, (0, spare)) for t in (columns, rows))
         extra = columns.shape[-1]
         query = torch.cat((query, columns[None, :, None].expand(*query.shape[:-1], extra)), dim=-1)
         key = torch.cat((key, rows.expand(*key.shape[:-1], extra)), dim=-1)
