@@ -158,7 +158,7 @@ def remember(module: nn.Module, args: tuple, kwargs: dict, *, attached: Attached
     Not where gradient checkpointing runs each layer once more by itself, when the others are over; nor where a
     compiler looks on, which finds what is common by itself and would make a graph for every length of a key.
     """
-    again = module.training and getattr(module, "gradient_checkpointing", False)
+    again = module.training and any(getattr(inner, "gradient_checkpointing", False) for inner in module.modules())
     attached.memo = None if again or torch.compiler.is_compiling() else {}
     return args, kwargs
 
