@@ -29,10 +29,10 @@ SCHEMES = [
 every_scheme = pytest.mark.parametrize(("scheme", "params"), SCHEMES, ids=str)
 
 
-def build(layers: int = 2) -> T5ForConditionalGeneration:
+def build(layers: int = 2, **overrides) -> T5ForConditionalGeneration:
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": 16, "d_ff": 96, "num_heads": HEADS, "num_layers": layers}
-    special = {"pad_token_id": PAD, "decoder_start_token_id": 0, "eos_token_id": None}
+    special = {"pad_token_id": PAD, "decoder_start_token_id": 0, "eos_token_id": None} | overrides
     model = T5ForConditionalGeneration(T5Config(**sizes, **special, dropout_rate=0.0, n_positions=LENGTH)).eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -97,11 +97,10 @@ def test_padded_source_equals_source_alone(scheme, params):
 )
 def test_each_stack_has_its_own_direction(scheme, params):
     """With queries of zero a layer's attention is the softmax of its bias: both ways above, one way below."""
-    model = build(layers=1)
+    model = build(layers=1, attn_implementation="eager")
     for name, parameter in model.named_parameters():
         if name.endswith("Attention.q.weight"):
             parameter.data.zero_()
-    model.set_attn_implementation("eager")
     patch_model(model, scheme, **params)
     for name, parameter in model.named_parameters():
         if ".posswap." in name:
