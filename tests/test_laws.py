@@ -194,7 +194,7 @@ def test_undo_is_exact(row: Row):
     assert model.config.to_dict() == config
     assert [name for name, _ in model.named_modules()] == modules
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     assert all(p.requires_grad for p in model.parameters())
 
 
