@@ -1,7 +1,8 @@
 """Anatomy: where one live model keeps its positions. Structure is asked, names of classes never.
 
-Rotary sites are found by the contract that transformers' rotary modules share; tables of position vectors by the
-declarations in `anatomies/`, each checked on the model before anything else happens.
+Rotary sites are found by the contract that transformers' rotary modules share; tables of position vectors, and
+attention outside of transformers' attention interface, by the declarations in `anatomies/`, each checked on the
+model before anything else happens.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import importlib
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -90,9 +91,13 @@ class TableSite:
 
 @dataclass(frozen=True)
 class BiasSite:
-    """Learned biases per relative distance, nn.Embedding each (path -> module), as T5 and MPNet have them."""
+    """Biases per relative distance: learned ones, nn.Embedding each (path -> module), as T5 and MPNet have them, or
+    the ALiBi of a declared family, which holds no numbers. `shared`: layers cannot have them apart.
+    """
 
     tables: dict[str, nn.Embedding]
+    name: str = "t5"
+    shared: bool = True
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,29 @@ class TableDeclaration:
     buffers: tuple[str, ...] = ()
     grid: Callable[[nn.Module], tuple[int, int]] | None = None
     patch: Callable[[nn.Module], int] | None = None
+
+
+@dataclass(frozen=True)
+class AttentionDeclaration:
+    """A family whose attention does not call transformers' attention interface, in terms of its own modules.
+
+    `holds`: attributes by which an attention module of the family is known. `project(module, call)`: query
+    (B, H, S, D), key and value (B, H', S, D) from the arguments of a call of its forward, by name.
+    `finish(module, output, call)`: what the forward makes of the attention output (B, S, H D). `scaling`: attribute
+    that multiplies the logits; `dropout(module)` its probability; `groups(module)`: H / H', 1 where None; `cache`: the
+    argument that is the cache. `switch`: key of the config that says whether there is ALiBi; where None there always
+    is, in every layer by itself. `off`: what the attributes of a stack that adds it for all layers are without it.
+    """
+
+    holds: tuple[str, ...]
+    project: Callable[[nn.Module, Mapping[str, Any]], tuple[Tensor, Tensor, Tensor]]
+    finish: Callable[[nn.Module, Tensor, Mapping[str, Any]], Tensor]
+    scaling: str
+    dropout: Callable[[nn.Module], float]
+    cache: str
+    groups: Callable[[nn.Module], int] | None = None
+    switch: str | None = None
+    off: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -174,7 +202,7 @@ def examine(model: PreTrainedModel) -> Anatomy:
         inner = next((a for a in ("_orig_mod", "module", "base_model") if hasattr(model, a)), None)
         hint = f"; patch the model inside first (it seems to be under .{inner}), then wrap it" if inner else ""
         raise PosSwapError(f"model={kind(model)} is not a transformers model{hint}")
-    rotary, table, bias = find_rotary(model), find_table(model, declarations()), find_bias(model)
+    rotary, table, bias = find_rotary(model), find_table(model), find_bias(model)
     anatomy = Anatomy(model, rotary, table, bias)
     if not anatomy.sites:
         raise PosSwapError(
@@ -218,13 +246,13 @@ def refuse_foreign_rotary(model: PreTrainedModel, site: RotarySite) -> None:
             raise PosSwapError(f"{kind(model)}: the rotary module at {path} reads a config of its own, not the model's")
 
 
-def find_table(model: PreTrainedModel, declared: Sequence[TableDeclaration]) -> TableSite | None:
+def find_table(model: PreTrainedModel) -> TableSite | None:
     """The one learned table of a declared family. Raises PosSwapError where a model has several."""
     config = text_config(model)
     found = [
         (path, owner, declaration)
         for path, owner in model.named_modules()
-        for declaration in declared
+        for declaration in declared("TABLE")
         if isinstance(getattr(owner, declaration.attribute, None), (nn.Embedding, nn.Parameter))
         and declaration.fits(owner, config)
     ]
@@ -253,16 +281,32 @@ def find_bias(model: PreTrainedModel) -> BiasSite | None:
         for path, module in model.named_modules()
         if isinstance(getattr(module, "relative_attention_bias", None), nn.Embedding)
     }
-    return BiasSite(tables) if tables else None
+    if tables:
+        return BiasSite(tables)
+    own = next(iter(own_attention(model).values()), None)
+    if own is None or (own.switch is not None and not getattr(text_config(model), own.switch)):
+        return None
+    return BiasSite({}, "alibi", shared=bool(own.off))
+
+
+def own_attention(model: PreTrainedModel) -> dict[nn.Module, AttentionDeclaration]:
+    """Attention modules of declared families, each with its declaration."""
+    return {
+        module: declaration
+        for module in model.modules()
+        for declaration in declared("ATTENTION")
+        if all(hasattr(module, name) for name in declaration.holds)
+    }
 
 
 @cache
-def declarations() -> tuple[TableDeclaration, ...]:
-    """Every TABLE in `anatomies/`."""
+def declared(name: str) -> tuple[Any, ...]:
+    """Every TABLE, or every ATTENTION, in `anatomies/`."""
     from . import anatomies
 
     files = pkgutil.iter_modules(anatomies.__path__)
-    return tuple(importlib.import_module(f"{anatomies.__name__}.{file.name}").TABLE for file in files)
+    modules = [importlib.import_module(f"{anatomies.__name__}.{file.name}") for file in files]
+    return tuple(getattr(module, name) for module in modules if hasattr(module, name))
 
 
 def find_pairing(site: RotarySite, model: PreTrainedModel) -> str | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,7 +21,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 
+from .anatomy import AttentionDeclaration
 from .errors import PosSwapError
 from .parts import given, with_argument
 from .relative import exact_parts, spread
@@ -53,6 +56,7 @@ class Attached(nn.Module):
     def __init__(self, change: BiasChange | None = None, rotation: Rotation | None = None, causal: bool = True) -> None:
         super().__init__()
         self.change, self.rotation, self.causal = change, rotation, causal
+        self.memo: dict[tuple, Any] | None = None
         self.constants = {} if change is None else dict(change.constants)
         if change is not None:
             self.change = copy.copy(change)
@@ -75,6 +79,26 @@ class Attached(nn.Module):
         if self.rotation is not None:
             self.rotation = self.rotation.move(follow)
         return super()._apply(keep, recurse)
+
+    def once(self, what: str, x: Tensor, keys: int, places: Places, compute: Callable[[], Any]) -> Any:
+        """What all layers of one forward compute alike is computed by the first of them; `remember` says when.
+
+        Places of a static cache are tensors, a new one for each layer: layers of one kind agree on their values.
+        """
+        if self.memo is None:
+            return compute()
+        offsets = tuple(p if isinstance(p, int) else None for p in (places.query, places.key))
+        at = (what, x.shape[-2], keys, *offsets, x.dtype, x.device)
+        if at not in self.memo:
+            self.memo[at] = compute()
+        return self.memo[at]
+
+    def rotate(self, x: Tensor, first: int | Tensor, is_key: bool) -> Tensor:
+        """Queries or keys (B, H, S, D) at the places first, first + 1, ... -> the same shape, rotated."""
+        what = "keys" if is_key and self.rotation.decay is not None else "queries"
+        places = Places(first, first)
+        tables = self.once(what, x, 0, places, lambda: self.rotation.tables(x, first, is_key))
+        return self.rotation.turn(x, *tables)
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
         return {name: t.to(device) for name, t in [*self._parameters.items(), *self.constants.items()]}
@@ -104,9 +128,8 @@ class Attached(nn.Module):
         rights = exact_parts(right, dtype, 2)
         columns = torch.cat([a for a in lefts for _ in rights], dim=-1)  # (H, r)
         rows = torch.cat([b for _ in lefts for b in rights], dim=-1)  # (K, r)
-        if query.device.type != "cpu":  # fused kernels there want whole multiples of 8
-            spare = -(query.shape[-1] + columns.shape[-1]) % 8
-            columns, rows = (nn.functional.pad(t, (0, spare)) for t in (columns, rows))
+        spare = -(query.shape[-1] + columns.shape[-1]) % 8  # fused kernels want it; on a CPU 72 are faster than 65
+        columns, rows = (nn.functional.pad(t, (0, spare)) for t in (columns, rows))
         extra = columns.shape[-1]
         query = torch.cat((query, columns[None, :, None].expand(*query.shape[:-1], extra)), dim=-1)
         key = torch.cat((key, rows.expand(*key.shape[:-1], extra)), dim=-1)
@@ -119,14 +142,30 @@ class RotatedKeys:
     Keys are turned once, when they are written; nothing is done to those already in the cache.
     """
 
-    def __init__(self, cache: Cache, rotation: Rotation, first: int | Tensor) -> None:
-        self.cache, self.rotation, self.first = cache, rotation, first
+    def __init__(self, cache: Cache, attached: Attached, first: int | Tensor) -> None:
+        self.cache, self.attached, self.first = cache, attached, first
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self.cache.update(self.rotation(key, self.first, is_key=True), value, *args, **kwargs)
+        return self.cache.update(self.attached.rotate(key, self.first, is_key=True), value, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["cache"], name)
+
+
+def remember(module: nn.Module, args: tuple, kwargs: dict, *, attached: Attached) -> tuple[tuple, dict]:
+    """Before a stack of layers: what its layers share is computed once in this forward.
+
+    Not where gradient checkpointing runs each layer once more by itself, when the others are over; nor where a
+    compiler looks on, which finds what is common by itself and would make a graph for every length of a key.
+    """
+    again = module.training and any(getattr(inner, "gradient_checkpointing", False) for inner in module.modules())
+    attached.memo = None if again or torch.compiler.is_compiling() else {}
+    return args, kwargs
+
+
+def forget(module: nn.Module, args: tuple, output: Any, *, attached: Attached) -> None:
+    """After a stack of layers."""
+    attached.memo = None
 
 
 def hand_places(
@@ -150,7 +189,7 @@ def hand_places(
         query = query.clone()  # a static cache counts on in place
     key = own.get_mask_sizes(call["hidden_states"].shape[1], module.layer_idx)[1]
     if attached.rotation is not None:
-        rotated = RotatedKeys(own, attached.rotation, query)
+        rotated = RotatedKeys(own, attached, query)
         if own is not cache:
             rotated, around = copy.copy(cache), rotated
             rotated.self_attention_cache = around
@@ -178,8 +217,8 @@ def attend(
     (attached,) = module.__dict__[ATTRIBUTE]
     change, rotation = attached.change, attached.rotation
     if rotation is not None:
-        query = rotation(query, places.query, is_key=False)
-        key = key if places.keys_rotated else rotation(key, places.key, is_key=True)
+        query = attached.rotate(query, places.query, is_key=False)
+        key = key if places.keys_rotated else attached.rotate(key, places.key, is_key=True)
     if change is None:
         return forward(module, query, key, value, attention_mask, **kwargs)
     positions = kwargs.get("position_ids")
@@ -195,7 +234,7 @@ def attend(
         query, key, value = attached.extended(query, key, value, scaling)
         output, weights = forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         return output[..., :width], weights
-    bias = attached.dense(query, key, places, positions)
+    bias = attached.once("bias", query, key.shape[2], places, lambda: attached.dense(query, key, places, positions))
     if kwargs.get("position_bias") is not None:  # the model's own, silenced
         bias = bias + kwargs["position_bias"]
     kwargs["position_bias"] = None
@@ -211,47 +250,99 @@ def attend(
 
 
 def stock(module: nn.Module, backend: str) -> Callable:
-    """The function that the module's own file would call for a backend."""
+    """The function that the module's own file would call for a backend; Llama's, where that file calls none."""
     home = sys.modules[type(module).__module__]
-    return home.ALL_ATTENTION_FUNCTIONS.get_interface(backend, home.eager_attention_forward)
+    eager = getattr(home, "eager_attention_forward", modeling_llama.eager_attention_forward)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager)
+
+
+def reroute(module: nn.Module, *args: Any, declaration: AttentionDeclaration, names: tuple[str, ...], **kwargs: Any):
+    """The forward of an attention module whose own does not call transformers' interface: this one does.
+
+    Its mask (B, 1, Q, K) tells which keys a query sees, and with them its position: nobody else tells this module.
+    """
+    call = given(names, args, kwargs)
+    query, key, value = declaration.project(module, call)
+    cache, mask = call.get(declaration.cache), call["attention_mask"]
+    if cache is not None:
+        key, value = cache.update(key, value, module.layer_idx)
+    if mask.dtype == torch.bool:  # true where hidden
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, torch.finfo(query.dtype).min)
+    attention = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, stock(module, "eager"))
+    output, weights = attention(
+        module,
+        query,
+        key,
+        value,
+        mask,
+        scaling=getattr(module, declaration.scaling),
+        dropout=declaration.dropout(module) if module.training else 0.0,
+        position_ids=((mask == 0).sum(-1)[:, 0] - 1).clamp(min=0),
+        **{PLACES: call[PLACES]},
+    )
+    return declaration.finish(module, output.flatten(2), call), weights
 
 
 NAMES = {f"{PREFIX}{backend}": backend for backend in BACKENDS}
+# for families that compute with the mask before attention sees it: always a tensor (B, 1, Q, K), of numbers to add
+DENSE = "dense_"
+NAMES |= {f"{PREFIX}{DENSE}{backend}": backend for backend in BACKENDS}
 for _name, _backend in NAMES.items():
     AttentionInterface.register(_name, partial(attend, backend=_backend))
-    AttentionMaskInterface.register(_name, ALL_MASK_ATTENTION_FUNCTIONS[_backend])
+    _mask = "eager" if DENSE in _name else _backend
+    AttentionMaskInterface.register(_name, ALL_MASK_ATTENTION_FUNCTIONS[_mask])
 
 
-def check_backend(implementation: Any, scheme: str) -> str:
-    """The backend under an implementation's name. Raises PosSwapError for one that cannot carry a scheme."""
+def check_backend(implementation: Any, scheme: str, modules: Iterable[nn.Module]) -> str:
+    """The backend under an implementation's name. Raises PosSwapError for one that cannot carry a scheme in these
+    attention modules.
+    """
     backend = NAMES.get(implementation, implementation) if isinstance(implementation, str) else implementation
     if backend not in BACKENDS:
         raise PosSwapError(
             f"attn_implementation={implementation!r} cannot carry {scheme}; choose one of: {', '.join(BACKENDS)}"
         )
+    if backend == "eager" and any(getattr(module, "reorder_and_upcast_attn", False) for module in modules):
+        raise PosSwapError(
+            f"reorder_and_upcast_attn=True: on eager this model computes its attention by itself, without {scheme}; "
+            "set it to False in the config, or choose sdpa"
+        )
     return backend
 
 
-def set_implementation(model: nn.Module, attn_implementation: Any, *, scheme: str, **kwargs: Any) -> None:
+def set_implementation(
+    model: nn.Module, attn_implementation: Any, *, scheme: str, rerouted: bool, **kwargs: Any
+) -> None:
     """A patched model's `set_attn_implementation`: the scheme moves to the new backend, or the call is refused."""
+    if rerouted:  # transformers takes such a model for one that cannot choose
+        implementation = PREFIX + DENSE + check_backend(attn_implementation, scheme, model.modules())
+        model.config._attn_implementation_internal = implementation
+        return
     if isinstance(attn_implementation, dict):
-        names = {key: PREFIX + check_backend(value, scheme) for key, value in attn_implementation.items()}
+        names = {
+            key: PREFIX + check_backend(value, scheme, model.modules()) for key, value in attn_implementation.items()
+        }
     else:
-        names = PREFIX + check_backend(attn_implementation, scheme)
+        names = PREFIX + check_backend(attn_implementation, scheme, model.modules())
     type(model).set_attn_implementation(model, names, **kwargs)
 
 
 @dataclass
 class Route:
-    """An edit: attention goes through this package, on the backend that the model has then; swapped again, past it."""
+    """An edit: attention goes through this package, on the backend that the model has then; swapped again, past it.
+
+    A backend chosen meanwhile stays chosen, but on a model that has no choice: it gets its `own` back.
+    """
 
     modules: list[nn.Module] = field(default_factory=list)
     where: str = ""
+    own: str | None = None
 
     def swap(self) -> None:
         for config in {id(m.config): m.config for m in self.modules}.values():
             now = config._attn_implementation
-            config._attn_implementation_internal = NAMES.get(now, f"{PREFIX}{now}")
+            config._attn_implementation_internal = self.own or NAMES.get(now, f"{PREFIX}{now}")
+            self.own = self.own and now
 
     def __str__(self) -> str:
         return f"{self.where}: attention goes through {__name__}"

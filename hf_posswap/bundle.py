@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import pkgutil
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,8 @@ from functools import cached_property, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .anatomy import Anatomy, declarations
+from . import anatomies
+from .anatomy import Anatomy, own_attention
 from .errors import PosSwapError
 from .saving import CODE, Travel
 
@@ -51,23 +53,38 @@ def own_source() -> tuple[str, dict[str, str]]:
     return Path(__file__).read_text(encoding="utf-8"), AUTO_MAP
 '''
 
+NAMES = ("TABLE", "ATTENTION")  # of declarations in `anatomies`
+DECLARED = '''def declared(name: str) -> tuple[Any, ...]:
+    """The declarations that this model's family is known by."""
+    return {{"TABLE": ({}), "ATTENTION": ({})}}[name]'''
+
 LOADER = """
 
 class {cls}(Portable, transformers.{cls}):
     scheme, travel = {scheme}, staticmethod(own_source)
     steps = ({steps},)
-    tables = ({tables})
 """
 
 
 def travel_of(anatomy: Anatomy, scheme: Scheme, steps: Sequence[Any]) -> Travel:
     """What writes the module for one swap: called at a save, and not before."""
-    family = None if anatomy.table is None else anatomy.table.family
-    return partial(travel, type(anatomy.model), type(scheme), tuple(steps), family)
+    return partial(travel, type(anatomy.model), type(scheme), tuple(steps), tuple(_declared_in(anatomy)))
+
+
+def _declared_in(anatomy: Anatomy) -> Iterator[tuple[str, str]]:
+    """(module, name) of the declarations that this model's family is known by."""
+    attentions = own_attention(anatomy.model).values()
+    for file in pkgutil.iter_modules(anatomies.__path__):
+        module = f"{anatomies.__name__}.{file.name}"
+        declarations = vars(importlib.import_module(module))
+        if anatomy.table is not None and getattr(declarations.get("TABLE"), "family", None) == anatomy.table.family:
+            yield module, "TABLE"
+        if declarations.get("ATTENTION") in attentions:
+            yield module, "ATTENTION"
 
 
 def travel(
-    cls: type[PreTrainedModel], scheme: type[Scheme], steps: tuple[Any, ...], family: str | None
+    cls: type[PreTrainedModel], scheme: type[Scheme], steps: tuple[Any, ...], declared_in: tuple[tuple[str, str], ...]
 ) -> tuple[str, dict[str, str]]:
     """(source of the module, the config's auto_map). PosSwapError for a model class that is not transformers' own."""
     import transformers
@@ -78,12 +95,13 @@ def travel(
     if getattr(transformers, cls.__name__, None) is not cls:
         raise PosSwapError(f"{cls.__name__} is no model class of transformers: its code cannot travel")
     heads = auto_classes(cls)
-    flat = Flat()
+    flat = Flat(
+        {"declared": DECLARED.format(*("".join(f"{n}," for _, n in declared_in if n == name) for name in NAMES))}
+    )
     for root in (scheme, *steps, Portable):
         flat.take(root.__module__, root.__name__)
-    tables = [d for d in declarations() if d.family == family]
-    for table in tables:
-        flat.take(table.fits.__module__, "TABLE")
+    for module, name in declared_in:
+        flat.take(module, name)
     flat.imports |= {("pathlib", "Path"), ("transformers", None)}
     body = flat.source()
     body = body.replace('PREFIX = "posswap_"', f'PREFIX = "posswap_{hashlib.sha256(body.encode()).hexdigest()[:8]}_"')
@@ -94,7 +112,6 @@ def travel(
             cls=head,
             scheme=scheme.__name__,
             steps=", ".join(step.__name__ for step in steps),
-            tables="TABLE," if tables else "",
         )
     return HEADER.format(version=__version__, auto=next(iter(heads))) + body + tail, auto_map
 
@@ -116,8 +133,12 @@ def auto_classes(cls: type[PreTrainedModel]) -> dict[str, str]:
 
 @dataclass
 class Flat:
-    """The statements taken so far (module, index), and the names imported from outside: (module, name or None)."""
+    """The statements taken so far (module, index), and the names imported from outside: (module, name or None).
 
+    `instead`: name -> what is written in place of the statement that binds it.
+    """
+
+    instead: dict[str, str] = field(default_factory=dict)
     taken: set[tuple[str, int]] = field(default_factory=set)
     imports: set[tuple[str, str | None]] = field(default_factory=set)
     files: dict[str, File] = field(default_factory=dict)
@@ -144,6 +165,8 @@ class Flat:
         if (module, index) in self.taken:
             return
         self.taken.add((module, index))
+        if name in self.instead:
+            return
         for target in file.mentioned(index):
             self._follow(target)
         for other, statement in enumerate(file.tree.body):  # what runs over it at import, a loop that registers it
@@ -165,11 +188,15 @@ class Flat:
         simple = False
         for module, file in self.files.items():
             for index in sorted(index for where, index in self.taken if where == module):
-                for name in (n for n, i in file.bound.items() if i == index):
+                names = [n for n, i in file.bound.items() if i == index]
+                for name in names:
                     if owner.setdefault(name, (module, index)) != (module, index):
                         raise RuntimeError(f"{name} is bound in {module} and in {owner[name][0]}: rename one of them")
                 was_simple, simple = simple, isinstance(file.tree.body[index], (ast.Assign, ast.AnnAssign))
-                parts += ["\n" if simple and was_simple else "\n\n\n", file.text(index)]
+                parts += [
+                    "\n" if simple and was_simple else "\n\n\n",
+                    next((self.instead[n] for n in names if n in self.instead), None) or file.text(index),
+                ]
         return self._import_lines() + "".join(parts) + "\n"
 
     def _import_lines(self) -> str:

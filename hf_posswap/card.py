@@ -203,7 +203,8 @@ def _results(facts: Facts) -> list[Any] | None:
 
 def _what(facts: Facts) -> str:
     record, scheme = facts.record, facts.scheme
-    call = ", ".join([repr(record.scheme), *(f"{key}={value!r}" for key, value in record.params.items())])
+    given = record.params if record.layers is None else record.params | {"layers": record.layers}
+    call = ", ".join([repr(record.scheme), *(f"{key}={value!r}" for key, value in given.items())])
     had = _length_before(facts)
     aim = (
         f"to read {record.length:,} tokens instead of {had:,}" if had and record.length > had else "at the same length"

@@ -63,6 +63,7 @@ def _load_portable(
     from .bundle import travel_of
     from .patching import forget_replaced, install
     from .planning import choose_steps
+    from .planning.layers import chosen_layers
     from .portable import ADDED, load_added, rebuild
 
     # while it loads, a class that does not report the added parameters as unexpected
@@ -71,7 +72,7 @@ def _load_portable(
     model = loader.from_pretrained(path, config=config, **kwargs)
     model.__class__ = cls
     anatomy = examine(model)
-    steps = choose_steps(anatomy, scheme)
+    steps = choose_steps(anatomy, scheme, chosen_layers(anatomy, record.layers))
     install(model, rebuild(anatomy, record, scheme, steps, travel_of(anatomy, scheme, steps)))
     load_added(model, path, **hub)
     forget_replaced(model)

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from .anatomy import Anatomy, examine, follows_rotary_contract, kind, text_config
 from .edits import same
 from .patching import config_before, record_of
+from .planning.layers import SECOND, second_config
 from .planning.plan import config_path, plain_state
 from .planning.rotary import build, has_second_factor, unscaled
 from .record import FOREIGN_ROPE_TYPE, NATIVE, PORTABLE, Record
-from .scheme import Scheme, scheme_of
+from .scheme import Scheme, name_of, scheme_of
 from .serving import Served, serving
 from .sites import BIAS, EMBED, ROTARY, EmbedGeometry, RotaryGeometry
 
@@ -91,7 +92,7 @@ def describe(model: nn.Module) -> Description:
         sites=tuple(sites),
         length_had=_original_length(anatomy, record),
         length=length,
-        scheme=None if record is None else str(scheme_of(record)),
+        scheme=None if record is None else name_of(record),
         storage=None if record is None else record.storage,
         serving=() if record is None else serving(anatomy.config.to_dict(), record, "FOLDER"),
     )
@@ -143,6 +144,8 @@ def _describe_rotary(anatomy: Anatomy, record: Record | None) -> SiteDescription
         if names[-1][1] != NOTHING:
             details.append(label + ", ".join(f"{k}={_number(v)}" for k, v in sorted(shown.items())))
     had, has = (" / ".join(dict.fromkeys(n[side] for n in names)) for side in (0, 1))
+    if record is not None and record.layers is not None and not scheme_of(record).stacks:
+        has = _in_layers(record, had, record.scheme if ROTARY in scheme_of(record).sites else NOTHING)
     if record is not None and "pairing" in record.original:
         details.append(f"pairing={record.params['pairing']}")
     return SiteDescription(ROTARY, had, has, "; ".join(details))
@@ -159,10 +162,18 @@ def _describe_table(anatomy: Anatomy, record: Record | None) -> SiteDescription:
 
 
 def _describe_bias(anatomy: Anatomy, record: Record | None) -> SiteDescription:
-    table = next(iter(anatomy.bias.tables.values()))
+    had, table = anatomy.bias.name, next(iter(anatomy.bias.tables.values()), None)
     replaced = record is not None and BIAS in scheme_of(record).sites
-    has = NOTHING if _silenced(anatomy, record) else record.scheme if replaced else "t5"
-    return SiteDescription(BIAS, "t5", has, "inside attention" if replaced else f"{table.num_embeddings} buckets")
+    has = _in_layers(record, had, NOTHING if _silenced(anatomy, record) else record.scheme if replaced else had)
+    own = "" if table is None else f"{table.num_embeddings} buckets"
+    return SiteDescription(BIAS, had, has, "inside attention" if replaced else own)
+
+
+def _in_layers(record: Record | None, had: str, has: str) -> str:
+    """What a site has, where only some layers took a swap."""
+    if record is None or record.layers is None or had == has:
+        return has
+    return f"{had}, {has} in layers {', '.join(map(str, record.layers))}"
 
 
 def _describe_added(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDescription]:
@@ -175,7 +186,7 @@ def _describe_added(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDes
             where = "before the first layer" if site == EMBED else "inside attention"
             if site == EMBED:
                 where = f"concatenated {where}, and projected" if _concatenated(scheme) else f"added {where}"
-            yield SiteDescription(site, NOTHING, record.scheme, where)
+            yield SiteDescription(site, NOTHING, _in_layers(record, NOTHING, record.scheme), where)
 
 
 def _concatenated(scheme: Scheme) -> bool:
@@ -433,10 +444,12 @@ def _faults(anatomy: Anatomy, called: set[str]) -> Iterator[str]:
     for path, module in _rotary_modules(anatomy).items():
         if path not in called:
             yield f"{path}: no forward pass reads this rotary module; what it holds has no effect"
-        if module.config is not text_config(anatomy.model):
+        if path.rpartition(".")[2] == SECOND:
+            yield from _rotary_faults(second_config(anatomy, scheme_of(record), record.layers), path, module)
+        elif module.config is not text_config(anatomy.model):
             yield f"{path}: reads another config than the model's"
         elif not silenced_here:
-            yield from _rotary_faults(anatomy, path, module)
+            yield from _rotary_faults(anatomy.config, path, module)
         elif any(bool(buffer.any()) for buffer in module._buffers.values()):
             yield f"{path}: the config says it is silenced, and it turns"
     if record is not None:
@@ -446,9 +459,8 @@ def _faults(anatomy: Anatomy, called: set[str]) -> Iterator[str]:
         yield from _table_faults(anatomy, record)
 
 
-def _rotary_faults(anatomy: Anatomy, path: str, module: nn.Module) -> Iterator[str]:
-    """Where one live rotary module is not what transformers builds from the config."""
-    config = anatomy.config
+def _rotary_faults(config: Any, path: str, module: nn.Module) -> Iterator[str]:
+    """Where one live rotary module is not what transformers builds from its config."""
     if FOREIGN_ROPE_TYPE in str(config.rope_parameters):
         yield f"{path}: the config is of a portable checkpoint; load it with hf_posswap.from_pretrained"
         return
@@ -470,7 +482,7 @@ def _rotary_faults(anatomy: Anatomy, path: str, module: nn.Module) -> Iterator[s
 def _record_faults(anatomy: Anatomy, record: Record) -> Iterator[str]:
     """Where the config is not what the recorded scheme writes."""
     scheme, site = scheme_of(record), anatomy.rotary
-    if site is None or ROTARY not in scheme.sites or scheme.in_attention:
+    if site is None or ROTARY not in scheme.sites or scheme.in_attention or record.layers is not None:
         return
     before = config_before(anatomy.model, record).get_text_config()
     for layer_type in getattr(scheme, "layer_types", None) or (("full_attention",) if site.layer_types else (None,)):

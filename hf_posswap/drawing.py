@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .scheme import Scheme, make_scheme, registry
-from .sites import EMBED, ROTARY, EmbedGeometry, RotaryGeometry
+from .sites import BIAS, EMBED, ROTARY, BiasGeometry, EmbedGeometry, RotaryGeometry
 
 LENGTH, FACTOR, HEAD_DIM, THETA = 4096, 4, 128, 10000.0  # the model that a rotary scheme is drawn on
 ROWS, WIDTH = 128, 64  # the table that an embed scheme is drawn on
@@ -30,17 +30,31 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "sinusoidal": [{"layout": "interleaved"}, {"layout": "halves"}, {"init": "fit"}],
     "learned": [{"init": init} for init in ("interpolate", "tile", "hierarchical", "fit", "random")],
     "nope": [{}],
+    "alibi": [{}],
+    "t5": [{}],
+    "kerple": [{"kernel": "log"}, {"kernel": "power"}],
+    "fire": [{"init_L": 64}],
+    "sandwich": [{}],
+    "logn": [{}, {"clip": False}],
+    "xpos": [{}],
 }
 STYLES = ("-", "-.", (0, (1, 1)))
 
 
 def draw(name: str) -> Any:
     """A matplotlib figure of one scheme. Raises NotImplementedError for a site that has no picture."""
-    sites = registry()[name].sites
-    if registry()[name].in_attention or not (sites <= {ROTARY} or sites == {EMBED}):
-        raise NotImplementedError(f"{name}: no picture for {', '.join(sorted(sites))} inside attention")
+    cls = registry()[name]
     variants = [_variant(name, params) for params in VARIANTS.get(name, EXAMPLE)]
-    figure = _draw_rotary(variants) if sites <= {ROTARY} else _draw_tables(variants)
+    if cls.sites == {BIAS}:
+        figure = _draw_temperature(variants) if cls.stacks else _draw_bias(variants)
+    elif cls.in_attention:
+        figure = _draw_decay(variants)
+    elif cls.sites <= {ROTARY}:
+        figure = _draw_rotary(variants)
+    elif cls.sites == {EMBED}:
+        figure = _draw_tables(variants)
+    else:
+        raise NotImplementedError(f"{name}: no picture for {', '.join(sorted(cls.sites))}")
     figure.suptitle(name, fontweight="bold")
     return figure
 
@@ -93,6 +107,74 @@ def _draw_rotary(variants: list[Scheme]) -> Any:
     stretch.legend(fontsize=8, loc="best")
     score.set(xlabel="distance (tokens)", ylabel="q·k of equal vectors, smoothed")
     score.legend(fontsize=8, loc="upper right")
+    return figure
+
+
+# --- inside attention: what a logit gets at a distance, from a few heads
+
+
+HEADS, REACH = 8, 512
+
+
+def _draw_bias(variants: list[Scheme]) -> Any:
+    figure, axes = _axes(len(variants), 4.75 * max(2, len(variants)) / (1 if len(variants) > 1 else 1.6), sharey=False)
+    distance = torch.arange(REACH)
+    for axis, scheme in zip(axes, variants, strict=True):
+        change = scheme.bias(BiasGeometry(HEADS, REACH, causal=True))
+        tensors = change.parameters | change.constants
+        if change.bias is not None:
+            rows = {"": change.bias(tensors, -distance)}
+        else:  # it depends on the query's place too: the last query, and one in the middle
+            rows = {
+                f", query at {place}": change.placed(tensors, -distance[None, : place + 1], torch.tensor([[place]]))[
+                    ..., 0, :
+                ]
+                for place in (REACH - 1, REACH // 4)
+            }
+        for label, values in rows.items():
+            style = STYLES[list(rows).index(label)]
+            for head in (0, HEADS // 2, HEADS - 1):
+                shade = str(0.6 * head / (HEADS - 1))
+                values_of = values[head].detach()
+                axis.plot(
+                    distance[: len(values_of)], values_of, color=shade, linestyle=style, label=f"head {head + 1}{label}"
+                )
+        given = ", ".join(f"{k}={v}" for k, v in scheme.given().items())
+        axis.set_title(given or "as it starts", fontsize=9)
+        axis.set(xlabel="distance to the key (tokens)", ylabel=f"added to the logit ({HEADS} heads)")
+        axis.legend(fontsize=8)
+    return figure
+
+
+def _draw_temperature(variants: list[Scheme]) -> Any:
+    figure, (axis,) = _axes(1, 5.5)
+    position = torch.arange(FACTOR * LENGTH)
+    for scheme, style in zip(variants, STYLES, strict=False):
+        change = scheme.bias(BiasGeometry(HEADS, LENGTH, causal=True))
+        axis.plot(position, change.temperature(position), color="black", linestyle=style, label=str(scheme))
+    axis.axvline(LENGTH, color="0.5", linestyle=":", label="trained length")
+    axis.set(xlabel="position of the query (tokens)", ylabel="logits multiplied by")
+    axis.legend(fontsize=8)
+    return figure
+
+
+def _draw_decay(variants: list[Scheme]) -> Any:
+    """The score of two equal vectors, turned by the package's own rotation, beside that of rope."""
+    from .rotation import Rotation
+
+    site = RotaryGeometry({"rope_type": "default", "rope_theta": THETA}, LENGTH, HEAD_DIM, HEAD_DIM, "halves")
+    plain, _ = frequencies(site.rope_parameters, LENGTH)
+    figure, (axis,) = _axes(1, 5.5)
+    same = torch.ones(1, 1, LENGTH, HEAD_DIM, dtype=torch.float64)
+    decays = [("rope", None), *((str(scheme), scheme.rotary(site).decay) for scheme in variants)]
+    for (label, decay), shade in zip(decays, ("0.6", "black"), strict=False):
+        rotation = Rotation(plain, decay=decay, centre=LENGTH // 2)
+        query, key = (rotation.turn(same, *rotation.tables(same, 0, is_key))[0, 0] for is_key in (False, True))
+        score = (key.flip(0) @ query[-1]) / HEAD_DIM  # by distance from the last query
+        x, y = (t.unfold(0, 64, 16).double().mean(1) for t in (torch.arange(LENGTH), score))
+        axis.plot(x, y, color=shade, linewidth=1, label=label)
+    axis.set(xlabel="distance (tokens)", ylabel="q·k of equal vectors, smoothed")
+    axis.legend(fontsize=8)
     return figure
 
 

@@ -55,7 +55,7 @@ class Replace:
 
 @dataclass
 class Hook:
-    """Install, or remove, a forward pre-hook that sees keyword arguments; or a hook `after` the forward."""
+    """Install, or remove, a forward pre-hook that sees keyword arguments; `after`: a hook behind the forward."""
 
     owner: nn.Module
     function: Callable

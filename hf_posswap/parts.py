@@ -49,6 +49,30 @@ def with_argument(names: tuple[str, ...], args: tuple, kwargs: dict, name: str, 
     return args, kwargs | {name: value}
 
 
+def exchange_rotation(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict,
+    *,
+    names: tuple[str, ...],
+    rotary: nn.Module | None,
+    layer_type: str | None,
+) -> tuple[tuple, dict]:
+    """Hand a layer the rotation of another rotary module than its stack's; None: no rotation, cos 1 and sin 0."""
+    call = given(names, args, kwargs)
+    handed = call.get("position_embeddings")
+    if rotary is not None:
+        positions = call.get("position_ids")
+        if positions is None:
+            raise PosSwapError(f"no position_ids reached {type(module).__name__}; its own rotation cannot be computed")
+        handed = rotary(call["hidden_states"], positions, *([] if layer_type is None else [layer_type]))
+    elif isinstance(handed, Tensor):  # complex numbers cos + i sin
+        handed = torch.ones_like(handed)
+    else:
+        handed = torch.ones_like(handed[0]), torch.zeros_like(handed[1])
+    return with_argument(names, args, kwargs, "position_embeddings", handed)
+
+
 def add_positions(
     module: nn.Module,
     args: tuple,

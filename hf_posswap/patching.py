@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from .anatomy import Anatomy, examine, kind
 from .edits import ABSENT, Journal, Replace
 from .errors import PosSwapError, RecalibrationWarning
 from .planning import plan
+from .planning.layers import chosen_layers
 from .planning.limits import limit_edits
 from .planning.plan import Plan
 from .planning.rotary import keep_dtype, pairing_edits, rotary_edits, rotary_geometry, scaled_layer_types
@@ -42,6 +44,7 @@ def patch_model(
     tokenizer: Any = None,
     processor: Any = None,
     dry_run: bool = False,
+    layers: Sequence[int] | None = None,
     **params: Any,
 ) -> Any:
     """Swap the way a model knows where a token is, in place, and return the same model.
@@ -51,6 +54,7 @@ def patch_model(
         scheme: a name from `list_schemes()`, or a Scheme object.
         tokenizer, processor: their limits (tokens, pixels) are updated with the model's.
         dry_run: return the Plan, which prints itself, and change nothing.
+        layers: indices of the layers that take the scheme; the others keep the positions they have. None: all.
         params: the scheme's own parameters, under transformers' names.
 
     Raises:
@@ -62,13 +66,13 @@ def patch_model(
     """
     scheme = make_scheme(scheme, params)
     patch = patch_of(model)
-    if patch is not None and scheme_of(patch.record) == scheme and not dry_run:
+    if patch is not None and carries(model, scheme, layers) and not dry_run:
         _swap_limits(model, patch, limit_edits(model, _text(model), patch.record.length, tokenizer, processor))
         return model
     if patch is not None:
         _revert(model, patch)
     try:
-        new = plan(model, scheme, tokenizer, processor)
+        new = plan(model, scheme, tokenizer, processor, layers=layers)
         if not dry_run:
             install(model, new)
     except BaseException:
@@ -80,6 +84,13 @@ def patch_model(
     if new.recalibrate:
         warnings.warn(new.notes[0], RecalibrationWarning, stacklevel=2)
     return model
+
+
+def carries(model: nn.Module, scheme: Scheme, layers: Sequence[int] | None) -> bool:
+    """Whether a model's record is of this very swap."""
+    record, chosen = record_of(model), chosen_layers(examine(model), layers)
+    asked = None if chosen is None else list(chosen)
+    return record is not None and scheme_of(record) == scheme and record.layers == asked
 
 
 def unpatch_model(model: nn.Module, *, tokenizer: Any = None, processor: Any = None) -> Any:
@@ -156,9 +167,12 @@ def forget_replaced(model: nn.Module) -> None:
 
 
 def _replaced_sites(anatomy: Anatomy, record: Record) -> frozenset[str]:
-    """The sites of a model that a recorded swap took over or silenced."""
+    """The sites of a model whose numbers a recorded swap took over or silenced; an ALiBi has none."""
     scheme = scheme_of(record)
-    return frozenset() if scheme.stacks else scheme.sites & anatomy.sites or anatomy.sites
+    if scheme.stacks or record.layers is not None:
+        return frozenset()
+    replaced = scheme.sites & anatomy.sites or anatomy.sites
+    return replaced if anatomy.bias is None or anatomy.bias.tables else replaced - {BIAS}
 
 
 def config_before(model: nn.Module, record: Record) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from .anatomy import Anatomy, TableDeclaration, find_bias, find_rotary, find_table
+from .anatomy import Anatomy, find_bias, find_rotary, find_table
 from .edits import Journal
 from .errors import PosSwapError
 from .planning.plan import Plan
@@ -73,13 +73,11 @@ def load_added(model: PreTrainedModel, path: str | os.PathLike, **hub: Any) -> N
 class Portable:
     """Beside a transformers model class: its `from_pretrained` makes the recorded swap again.
 
-    scheme, steps: what was swapped, and how. tables: the declared families of tables that the model may be of.
-    travel: the source of the module that holds the class, to be saved again.
+    scheme, steps: what was swapped, and how. travel: the source of the module that holds the class, to be saved again.
     """
 
     scheme: ClassVar[type[Scheme]]
     steps: ClassVar[Sequence[Callable[[Plan, Scheme], None]]]
-    tables: ClassVar[Sequence[TableDeclaration]]
     travel: ClassVar[Travel]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -104,7 +102,7 @@ class Portable:
             kwargs.setdefault("attn_implementation", config._attn_implementation)
         loaded = super().from_pretrained(path, *args, config=before, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        anatomy = Anatomy(model, find_rotary(model), find_table(model, cls.tables), find_bias(model))
+        anatomy = Anatomy(model, find_rotary(model), find_table(model), find_bias(model))
         new = rebuild(anatomy, record, from_params(cls.scheme, record.params), cls.steps, cls.travel)
         Journal([*new.config_edits(), *new.edits]).apply()
         load_added(model, path, **hub)

@@ -29,8 +29,9 @@ class Record:
 
     length: the longest sequence, in tokens (patches), the result is meant for. original: config values before the
     swap, by dotted path (`pairing`, the one that no config holds, beside them). measured: numbers read off the
-    model at the swap and needed again at a reload. source: the un-patched model's name. Written with a digest: a
-    record that was damaged, or edited by hand, describes another model than the one it lies with.
+    model at the swap and needed again at a reload. source: the un-patched model's name. layers: indices of the layers
+    that take the scheme, None for all. Written with a digest: a record that was damaged, or edited by hand, describes
+    another model than the one it lies with.
     """
 
     scheme: str
@@ -40,6 +41,7 @@ class Record:
     original: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)
     source: str = ""
+    layers: list[int] | None = None
     version: int = VERSION
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,6 +67,9 @@ class Record:
         for key, expected in (types | {"original": dict, "measured": dict}).items():
             if not isinstance(data[key], expected) or isinstance(data[key], bool):
                 raise PosSwapError(f"{KEY}.{key}={data[key]!r} in the config is not a {expected.__name__}")
+        layers = data["layers"]
+        if layers is not None and (not isinstance(layers, list) or not all(type(i) is int for i in layers)):
+            raise PosSwapError(f"{KEY}.layers={layers!r} in the config is not a list of integers")
         if data["storage"] not in (NATIVE, PORTABLE):
             raise PosSwapError(f"{KEY}.storage={data['storage']!r}; {nearest(data['storage'], (NATIVE, PORTABLE))}")
         given = data[DIGEST]

@@ -27,18 +27,20 @@ class Rotation:
     def move(self, to: Callable[[Tensor], Tensor]) -> Rotation:
         return Rotation(to(self.frequencies), self.scale, self.interleaved, self.decay, self.centre)
 
-    def __call__(self, x: Tensor, first: int | Tensor, is_key: bool) -> Tensor:
-        """x (B, H, S, D) at the places first, first + 1, ... -> the same shape, rotated in float32."""
+    def tables(self, x: Tensor, first: int | Tensor, is_key: bool) -> tuple[Tensor, Tensor]:
+        """cos and sin (S, R/2) of the places first, first + 1, ... of x (B, H, S, D), in its dtype."""
         places = torch.arange(x.shape[-2], device=x.device) + first
-        frequencies = self.frequencies.to(x.device)
-        angle = places[:, None].float() * frequencies  # (S, R/2)
+        angle = places[:, None].float() * self.frequencies.to(x.device)
         cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
         if self.decay is not None:
             size = self._decay(places - self.centre, is_key)
             cos, sin = cos * size, sin * size
-        half = frequencies.shape[-1]
+        return cos.to(x.dtype), sin.to(x.dtype)
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x (B, H, S, D) turned by `tables` -> the same shape."""
+        half = cos.shape[-1]
         turned, rest = x[..., : 2 * half], x[..., 2 * half :]
-        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
         if self.interleaved:
             a, b = turned[..., 0::2], turned[..., 1::2]
             rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)

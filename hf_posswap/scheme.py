@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -155,3 +155,13 @@ def from_params(cls: type[Scheme], params: Mapping[str, Any]) -> Scheme:
 def scheme_of(record: Record) -> Scheme:
     """The scheme that a record names, looked up in the registry and nowhere else."""
     return make_scheme(record.scheme, record.params)
+
+
+def named(scheme: Scheme, layers: Sequence[int] | None) -> str:
+    """A scheme with its parameters and, where it is not in all layers, which ones."""
+    return f"{scheme}" if layers is None else f"{scheme} in layers {', '.join(map(str, layers))}"
+
+
+def name_of(record: Record) -> str:
+    """What a record says was swapped in, for people."""
+    return named(scheme_of(record), record.layers)

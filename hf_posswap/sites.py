@@ -132,3 +132,8 @@ class BiasChange:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
     shared: bool = True
+
+    @property
+    def absolute(self) -> bool:
+        """Whether it depends on the query's position, not on distances alone."""
+        return self.placed is not None or self.temperature is not None

@@ -20,6 +20,9 @@ class PatchArguments:
     model: str = field(metadata={"help": "Folder, or name on the hub, of the model to patch."})
     output_dir: str | None = field(default=None, metadata={"help": "Folder for the patched model; new, or empty."})
     transformers_4: bool = field(default=False, metadata={"help": "Write the config keys of transformers 4 too."})
+    layers: list[int] | None = field(
+        default=None, metadata={"help": "Indices of the layers that take the scheme; the others keep their positions."}
+    )
     dry_run: bool = field(default=False, metadata={"help": "Print what would be changed, and stop."})
 
 
@@ -50,9 +53,9 @@ def main() -> None:
         raise PosSwapError(f"--model={arguments.model!r} cannot be loaded: {str(error).splitlines()[0]}") from error
     tokenizer = load_tokenizer(arguments.model)
     if arguments.dry_run:
-        print(patch_model(model, scheme, tokenizer=tokenizer, dry_run=True))
+        print(patch_model(model, scheme, tokenizer=tokenizer, layers=arguments.layers, dry_run=True))
         return
-    patch_model(model, scheme, tokenizer=tokenizer)
+    patch_model(model, scheme, tokenizer=tokenizer, layers=arguments.layers)
     print(describe(model))
     found = probe(model)
     print(found)

@@ -37,6 +37,8 @@ LATENT = ROTARY | {
     "first_k_dense_replace": 1,
     "n_shared_experts": 1,
 }
+PLAIN = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "pad_token_id", "bos_token_id", "eos_token_id")}
+FALCON = SIZES | {"num_kv_heads": 2}
 ENCODER = SIZES | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -202,6 +204,29 @@ FAMILIES: dict[str, Family] = {
         "OPTConfig",
         SIZES | {"ffn_dim": 96, "word_embed_proj_dim": WIDTH, "dropout": 0.0},
         True,
+    ),
+    "bloom": Family(
+        "BloomForCausalLM", "BloomConfig", PLAIN | {"n_head": HEADS, "seq_length": LENGTH}, True, positions=False
+    ),
+    "mpt": Family(
+        "MptForCausalLM",
+        "MptConfig",
+        {"vocab_size": VOCAB, "d_model": WIDTH, "n_heads": HEADS, "max_seq_len": LENGTH, "pad_token_id": PAD}
+        | {"attn_config": {"dtype": "float32"}},  # a save without it differs from the next
+        True,
+        positions=False,
+        layers_key="n_layers",
+    ),
+    "falcon": Family("FalconForCausalLM", "FalconConfig", FALCON | {"new_decoder_architecture": True}, True),
+    "falcon_alibi": Family("FalconForCausalLM", "FalconConfig", FALCON | {"alibi": True}, True),
+    "t5_encoder": Family(
+        "T5ForTokenClassification",
+        "T5Config",
+        {"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": 16, "d_ff": 96, "num_heads": HEADS, "num_labels": VOCAB}
+        | {"dropout_rate": 0.0, "n_positions": LENGTH, "pad_token_id": PAD, "relative_attention_num_buckets": 16},
+        False,
+        positions=False,
+        layers_key="num_layers",
     ),
     "vit": Family(
         "ViTForImageClassification",

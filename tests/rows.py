@@ -23,7 +23,7 @@ class Row:
     is looked for. exact_cache: decode equals a full forward. static: no frequency depends on the length. compiles:
     to one graph, where it is static. recalibrate: warns. keeps_table: a learned table stays as it was. starts_as: the
     (scheme, params) whose function it begins with, UNPATCHED the model's own. flex: checked
-    on FlexAttention too (seconds to compile).
+    on FlexAttention too (seconds to compile). layers: those that take it.
     """
 
     scheme: str
@@ -39,6 +39,7 @@ class Row:
     keeps_table: bool = False
     starts_as: tuple[str, dict[str, Any]] | None = None
     flex: bool = False
+    layers: tuple[int, ...] | None = None
 
     @property
     def anatomy(self) -> Family:
@@ -47,7 +48,8 @@ class Row:
     @property
     def id(self) -> str:
         given = ",".join(f"{k}={v}" for k, v in self.params.items())
-        return f"{self.scheme}({given})-{self.family}"
+        layers = "" if self.layers is None else f"-layers{','.join(map(str, self.layers))}"
+        return f"{self.scheme}({given})-{self.family}{layers}"
 
     def source(self, **overrides: Any) -> torch.nn.Module:
         """The un-patched model."""
@@ -56,7 +58,7 @@ class Row:
     def patch(self, model: torch.nn.Module) -> torch.nn.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RecalibrationWarning)
-            return patch_model(model, self.scheme, **self.params)
+            return patch_model(model, self.scheme, **self.params, layers=self.layers)
 
     def patched(self, **overrides: Any) -> torch.nn.Module:
         return self.patch(self.source(**overrides))
@@ -170,7 +172,9 @@ SILENT_ROWS = [
     Row("nope", "cohere", recalibrate=True),
     Row("nope", "gemma3", recalibrate=True),
     Row("nope", "gpt_neox", native=False, recalibrate=True),
-    *[Row("nope", family, undoable=False, recalibrate=True) for family in (*TABLES, "vit")],
+    *[Row("nope", family, undoable=False, recalibrate=True) for family in (*TABLES, "vit", "t5_encoder")],
+    *[Row("nope", family, native=False, recalibrate=True) for family in ("bloom", "mpt", "falcon_alibi")],
+    Row("nope", "falcon", recalibrate=True),
 ]
 ADDED_ROWS = [
     Row("sinusoidal", family, {"layout": layout}, native=False, recalibrate=True)
@@ -238,6 +242,7 @@ CONCAT_ROWS = [
 IN_ATTENTION = {
     "alibi": {},
     "alibi learnable": {"learnable": True},
+    "alibi steep": {"slopes": (2.0, 1.0, 0.5, 0.25)},
     "t5": {},
     "t5 per layer": {"num_buckets": 16, "max_distance": 20, "per_layer": True},
     "kerple": {},
@@ -249,7 +254,7 @@ IN_ATTENTION = {
     "yarn": {"factor": 4},
     "logn": {"clip": False},
 }
-ROTARY_FAMILIES = ("llama", "gemma3", "gpt_neox", "modernbert")
+KEPT = ("llama", "gemma3", "gpt_neox", "modernbert", "bloom", "mpt", "falcon", "falcon_alibi")  # no numbers to lose
 
 
 def in_attention(names: str, family: str, **flags: Any) -> list[Row]:
@@ -257,7 +262,7 @@ def in_attention(names: str, family: str, **flags: Any) -> list[Row]:
     rows = []
     for name in names.split(", "):
         stacks = name == "logn"
-        undoable = stacks or family in ROTARY_FAMILIES
+        undoable = stacks or family in KEPT
         more = {"native": False, "undoable": undoable, "recalibrate": not stacks, "keeps_table": stacks}
         rows.append(Row(name.split()[0], family, IN_ATTENTION[name], **more | flags))
     return rows
@@ -277,7 +282,30 @@ ATTENTION_ROWS = [
     *in_attention("alibi, t5, kerple", "modernbert"),
     *in_attention("alibi, rope", "electra"),
     *in_attention("alibi, rope", "distilbert"),
+    *in_attention("alibi steep, t5, t5 per layer, kerple, kerple power, fire, sandwich, xpos, rope, yarn", "bloom"),
+    *in_attention("alibi steep, t5, kerple, fire, sandwich, xpos, rope, yarn", "mpt"),
+    *in_attention("alibi, t5, kerple, fire, sandwich, xpos, rope", "falcon_alibi"),
+    *in_attention("alibi, t5, kerple, fire, sandwich, xpos, logn", "falcon"),
+    *in_attention("alibi, t5, t5 per layer, kerple, sandwich, rope, yarn", "t5_encoder"),
+]
+SOME = {"native": False, "recalibrate": True}
+LAYER_ROWS = [
+    *[Row("nope", family, layers=(1,), **SOME) for family in ("llama", "gemma3", "gpt_neox", "qwen2_vl", "llama4")],
+    Row("nope", "deepseek_v2", layers=(0,), **SOME),
+    Row("alibi", "modernbert", layers=(0,), **SOME),
+    Row("nope", "bloom", layers=(0,), **SOME),
+    Row("alibi", "llama", layers=(1,), **SOME),
+    Row("t5", "gemma3", {"per_layer": True}, layers=(0,), **SOME),
+    Row("xpos", "gpt_neox", {"scale_base": 16}, layers=(0,), **SOME),
+    Row("rope", "mpt", layers=(0,), **SOME),
+    Row("kerple", "falcon", layers=(1,), **SOME),
+    Row("logn", "gpt2", {"clip": False}, layers=(1,), native=False, keeps_table=True),
+    Row("yarn", "llama", {"factor": 4}, layers=(0,), native=False),
+    Row("linear", "gpt_neox", {"factor": 4}, layers=(1,), native=False),
+    Row("yarn", "gemma3", {"factor": 4}, layers=(1,), native=False),
+    Row("dynamic", "llama", {"factor": 4}, layers=(1,), native=False, **SWITCHING[1]),
 ]
 ROWS = ROTARY_ROWS + SILENT_ROWS + ADDED_ROWS + TABLE_ROWS + MORE_TABLE_ROWS + CONCAT_ROWS + ATTENTION_ROWS
+ROWS += LAYER_ROWS
 CAUSAL_ROWS = [row for row in ROWS if row.anatomy.causal]
 TEXT_ROWS = [row for row in ROWS if not row.anatomy.vision]

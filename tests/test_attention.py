@@ -143,12 +143,79 @@ def test_logn(params):
         np.testing.assert_allclose(new, old * growth, atol=2e-4)
 
 
+# --- families with an attention of their own
+
+
+REMADE = [
+    ("bloom", {"learnable": True}),
+    ("mpt", {"learnable": True}),
+    ("falcon_alibi", {"slopes": tuple(s / 4 for s in oracles_bias.alibi_slopes(4))}),  # Falcon's, over sqrt(D)
+]
+
+
+@pytest.mark.parametrize(("family", "params"), REMADE, ids=str)
+def test_native_alibi_made_again_is_the_unpatched_model(family, params):
+    """The strongest oracle there is: transformers' own forward, padded, cached and on both backends."""
+    model, ids = FAMILIES[family].build(), tokens(2, 20)
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    real, batches = mask.bool(), [{"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}]
+    before = [logits(model, **batch) for batch in batches]
+    patch_model(model, "alibi", **params)
+    for backend in ("eager", "sdpa"):
+        model.set_attn_implementation(backend)
+        whole, padded = (logits(model, **batch) for batch in batches)
+        close(whole, before[0])
+        close(padded[real], before[1][real])
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt"])
+def test_native_alibi_of_six_heads(family):
+    sizes = {"bloom": {"n_head": 6, "hidden_size": 96}, "mpt": {"n_heads": 6, "d_model": 96}}[family]
+    model, ids = FAMILIES[family].build(**sizes), tokens(2, 20)
+    before = logits(model, input_ids=ids)
+    close(logits(patch_model(model, "alibi", learnable=True), input_ids=ids), before)
+
+
+@pytest.mark.parametrize(
+    "architecture", [{"new_decoder_architecture": True}, {"multi_query": True}, {"num_kv_heads": 4}], ids=str
+)
+def test_falcon_rotates_as_before_on_its_new_way(architecture):
+    """logn changes nothing within the trained length: what is left is the way."""
+    shapes = {"new_decoder_architecture": False, "multi_query": False} | architecture
+    model, ids = FAMILIES["falcon"].build(**shapes), tokens(2, 20)
+    before = logits(model, input_ids=ids)
+    close(logits(patch_model(model, "logn"), input_ids=ids), before)
+
+
+# --- computed once
+
+
+@pytest.mark.parametrize("scheme", ["t5", "fire", "rope"])
+def test_what_layers_share_is_computed_once_in_a_forward(scheme, monkeypatch):
+    """Four layers, one computation; the next forward starts anew, and nothing is kept between the two."""
+    from hf_posswap.attention import Attached
+    from hf_posswap.rotation import Rotation
+
+    model, ids = FAMILIES["gpt2"].build(layers=4), tokens(2, 20)
+    counts = []
+    for owner, name in ((Attached, "dense"), (Rotation, "tables")):
+        plain = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, plain=plain, **k: counts.append(1) or plain(*a, **k))
+    patch_model(model, scheme)
+    for calls in (1, 2):
+        logits(model, input_ids=ids)
+        assert len(counts) == calls
+    assert model.transformer.posswap.memo is None
+
+
 # --- 13 backends
 
 
 @by_id(ATTENTION_ROWS)
 def test_eager_equals_sdpa(row: Row):
     model, inputs = row.patched(), row.inputs()
+    model.set_attn_implementation("sdpa")  # the families with an attention of their own start out on eager
     fused = logits(model, **inputs)
     model.set_attn_implementation("eager")
     close(logits(model, **inputs), fused)
@@ -217,6 +284,76 @@ def test_backend_that_cannot_carry_a_scheme_is_refused_at_once():
     with pytest.raises(PosSwapError, match=r"attn_implementation='flash_attention_2' cannot carry alibi; .*eager"):
         patch_model(model, "alibi")
     assert model.config._attn_implementation == "flash_attention_2"
+
+
+def test_gpt2_that_computes_eager_attention_by_itself_is_refused_there():
+    model = FAMILIES["gpt2"].build(attn_implementation="eager", reorder_and_upcast_attn=True)
+    message = r"reorder_and_upcast_attn=True: on eager this model .* without alibi"
+    with pytest.raises(PosSwapError, match=message):
+        patch_model(model, "alibi")
+    model.set_attn_implementation("sdpa")
+    patch_model(model, "alibi")
+    with pytest.raises(PosSwapError, match=message):
+        model.set_attn_implementation("eager")
+
+
+def test_context_parallelism_is_refused(monkeypatch):
+    from accelerate import ParallelismConfig
+    from accelerate.state import AcceleratorState
+
+    monkeypatch.setitem(AcceleratorState._shared_state, "parallelism_config", ParallelismConfig(cp_size=2))
+    model = FAMILIES["llama"].build()
+    with pytest.raises(PosSwapError, match=r"alibi: cp_size=2 splits a sequence"):
+        patch_model(model, "alibi")
+    patch_model(model, "yarn", factor=4)  # in the model's own rotation
+
+
+def test_weights_of_attention_are_not_asked_of_a_fused_backend():
+    model = patch_model(FAMILIES["llama"].build(), "alibi")
+    with pytest.raises(ValueError, match="output_attentions"):
+        model.config.output_attentions = True
+
+
+def test_slopes_for_another_number_of_heads_are_refused():
+    with pytest.raises(PosSwapError, match=r"slopes holds 3 numbers and this model has 4 heads"):
+        patch_model(FAMILIES["bloom"].build(), "alibi", slopes=(1.0, 0.5, 0.25))
+
+
+# --- 4 caches of other kinds
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "t5", "xpos", "fire"])
+def test_offloaded_and_quantised_caches(scheme):
+    """Quantised keys are rounded (8 bits): decode is near the full forward, and exact in what it offloads."""
+    from transformers import DynamicCache, QuantizedCache
+
+    model, ids = patch_model(FAMILIES["llama"].build(), scheme), tokens(2, 20)
+    full = logits(model, input_ids=ids)
+
+    def decoded(cache):
+        with torch.no_grad():
+            parts = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split([9, 1, 4, 6], 1)]
+        return torch.cat(parts, 1)
+
+    if torch.cuda.is_available():  # transformers moves an offloaded cache on streams of its own
+        model.cuda()
+        full, ids = full.cuda(), ids.cuda()
+        close(decoded(DynamicCache(config=model.config, offloading=True)), full)
+    pytest.importorskip("optimum.quanto", reason="no backend of quantised caches")
+    cache = QuantizedCache("quanto", config=model.config, nbits=8, q_group_size=16, residual_length=4)
+    assert (decoded(cache) - full).abs().max() < 0.1 * full.abs().max()
+
+
+@by_id([row for row in ATTENTION_ROWS if row.family in ("llama", "bloom", "gpt2")])
+def test_left_padded_generation_equals_generation_alone(row: Row):
+    model, ids = row.patched(), tokens(1, 9)
+    model.generation_config.eos_token_id = None
+    alone = model.generate(ids, max_new_tokens=6, do_sample=False)[:, 9:]
+    padded = torch.cat([torch.cat([torch.full((1, 5), 1), ids], 1), tokens(1, 14, seed=3)])
+    mask = torch.ones_like(padded)
+    mask[0, :5] = 0
+    together = model.generate(padded, attention_mask=mask, max_new_tokens=6, do_sample=False)[:1, 14:]
+    assert torch.equal(together, alone)
 
 
 def test_config_written_past_the_model_stops_the_next_forward():

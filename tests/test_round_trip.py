@@ -29,7 +29,7 @@ def folder_name(row: Row) -> str:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """Every row patched, what it added moved as by training, saved with inputs and logits; loaded by fresh processes."""
+    """Every row patched, what it added moved as by training, saved with its logits, then loaded by fresh processes."""
     root = tmp_path_factory.mktemp("checkpoints")
     for row in ROWS:
         model, inputs = moved(row.patched()), row.inputs()

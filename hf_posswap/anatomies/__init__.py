@@ -1,1 +1,1 @@
-"""One small file per family whose table of positions structure alone cannot tell; `anatomy.declarations` finds them."""
+"""A small file per family whose table of positions or attention structure alone cannot tell: see `anatomy.declared`."""

@@ -23,7 +23,7 @@ from ..errors import PosSwapError
 from ..patching import record_of
 from ..planning.rotary import unscaled
 from ..record import published
-from ..scheme import scheme_of
+from ..scheme import name_of
 from . import report as reports
 from .protocols import Protocol, Window, make_protocol
 
@@ -69,7 +69,7 @@ def evaluate(
         raise PosSwapError("base is the same object as model (patch_model works in place); load the base once more")
     if (record := record_of(base)) is not None:
         raise PosSwapError(
-            f"base={kind(base)} is itself patched ({scheme_of(record)}); give the model it came from"
+            f"base={kind(base)} is itself patched ({name_of(record)}); give the model it came from"
             + (f", {record.source}" if record.source else "")
         )
     _require_language_model(base, "base")
@@ -226,7 +226,7 @@ def trained_length(base: nn.Module) -> int:
 def scheme_name(model: nn.Module) -> str:
     """The scheme in the model's record, such as `yarn(factor=4)`; `model` where it was not patched."""
     record = record_of(model)
-    return "model" if record is None else str(scheme_of(record)).removesuffix("()")
+    return "model" if record is None else name_of(record).removesuffix("()")
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
     return {
         "class": kind(model),
         "source": published(model.config.name_or_path),
-        "scheme": None if record is None else str(scheme_of(record)),
+        "scheme": None if record is None else name_of(record),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": model.config._attn_implementation,

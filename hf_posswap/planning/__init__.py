@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ..record import PORTABLE
 from ..saving import save_edit
 from ..scheme import Scheme
 from ..sites import BIAS, EMBED, ROTARY
+from .layers import chosen_layers, plan_layers
 from .limits import limit_edits
 from .plan import Plan
 from .rotary import install_rotary, is_silent_natively, silence_rotary, silence_rotary_natively
@@ -26,6 +27,7 @@ def plan(
     scheme: Scheme,
     tokenizer: Any = None,
     processor: Any = None,
+    layers: Sequence[int] | None = None,
 ) -> Plan:
     """Everything `patch_model` would do, checked, in order. Raises PosSwapError if any of it cannot be done."""
     anatomy = examine(model)
@@ -34,7 +36,8 @@ def plan(
         if getattr(anatomy.config, "max_position_embeddings", None) is None:
             raise PosSwapError(f"{scheme}: the config of {kind(model)} does not say the trained length")
     new = Plan.of(anatomy, scheme)
-    steps = choose_steps(anatomy, scheme)
+    new.layers = chosen_layers(anatomy, layers)
+    steps = choose_steps(anatomy, scheme, new.layers)
     with torch.device("cpu"):  # a caller may be building on the meta device, where there are no numbers to plan with
         for step in steps:
             step(new, scheme)
@@ -59,8 +62,10 @@ def plan(
 Step = Callable[[Plan, Scheme], None]
 
 
-def choose_steps(anatomy: Anatomy, scheme: Scheme) -> tuple[Step, ...]:
+def choose_steps(anatomy: Anatomy, scheme: Scheme, layers: Sequence[int] | None) -> tuple[Step, ...]:
     """What silences and installs, site by site, in order."""
+    if layers is not None:
+        return (plan_layers,)
     native, inside = anatomy.sites, scheme.sites_in_attention(anatomy.sites)
     replaced = (scheme.sites & native) - inside
     silenced = frozenset() if replaced or scheme.stacks else native  # like for like leaves a model's other sites alone
@@ -74,11 +79,11 @@ def choose_steps(anatomy: Anatomy, scheme: Scheme) -> tuple[Step, ...]:
         steps.append(install_table)
     if EMBED in silenced:
         steps.append(silence_table)
-    if BIAS in silenced:
+    if BIAS in silenced and anatomy.bias.tables:
         steps.append(silence_bias)
     if EMBED in scheme.sites - native:
         steps.append(install_addition)
-    if inside:
+    if inside or (BIAS in silenced and not anatomy.bias.tables):
         from .attention import install_attention  # imports transformers' modeling code, seconds of it
 
         steps.append(install_attention)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,48 +11,66 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from .. import attention, parts
-from ..anatomy import TableSite, kind, text_config
+from ..anatomy import AttentionDeclaration, TableSite, kind, own_attention, text_config
 from ..edits import Hook, Replace
 from ..errors import PosSwapError
 from ..record import PORTABLE
 from ..rotation import Rotation
 from ..scheme import Scheme
-from ..sites import BIAS, ROTARY, BiasGeometry, RotaryGeometry
+from ..sites import BIAS, ROTARY, BiasChange, BiasGeometry, RotaryGeometry
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from .plan import Plan
 
 # What models call a module that attends to another sequence; it has no distances.
 CROSS = frozenset({"crossattention", "cross_attn", "cross_attention", "encoder_attn", "EncDecAttention"})
+# Where configs of models without a table say the tokens they were trained on; Bloom's and T5's are extra keys.
+LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions")
 # rope types whose frequencies change with the longest position of a call
 VARYING = frozenset({"dynamic", "longrope"})
 
 
 @dataclass(frozen=True)
-class AttentionSite:
-    """Every self-attention module of the text stacks that calls transformers' attention interface (path -> module)."""
+class Stack:
+    """Self-attention modules (path -> module) of one stack of layers, which share what a scheme shares."""
 
-    modules: dict[str, nn.Module]
-    stack: tuple[str, nn.Module]
-    heads: int
-    head_dim: int
+    path: str
+    module: nn.Module
+    attentions: dict[str, nn.Module]
     causal: bool
 
 
-def find_attention(model: PreTrainedModel, scheme: Scheme) -> AttentionSite:
+@dataclass(frozen=True)
+class AttentionSite:
+    """Every self-attention module of the text stacks, H `heads` of `head_dim` each.
+
+    `own`: declarations of those that do not call transformers' attention interface by themselves.
+    """
+
+    stacks: list[Stack]
+    own: dict[nn.Module, AttentionDeclaration]
+    heads: int
+    head_dim: int
+
+    @property
+    def causal(self) -> bool:
+        return all(stack.causal for stack in self.stacks)
+
+
+def find_attention(new: Plan, scheme: Scheme) -> AttentionSite:
     """Raises PosSwapError where a scheme cannot be put inside this model's attention."""
+    model = new.anatomy.model
     config = text_config(model)
     if model.main_input_name == "pixel_values":
         raise PosSwapError(
             f"{scheme.name}: the positions of {kind(model)} are a grid, and {scheme.name} has one dimension"
         )
+    own = own_attention(model)
     found = {
         path: module
         for path, module in model.named_modules()
-        if _calls_interface(module)
-        and getattr(module, "config", None).__class__ is config.__class__
+        if (module in own or _calls_interface(module))
+        and getattr(module, "config", config).__class__ is config.__class__
         and path.rpartition(".")[2] not in CROSS
     }
     if not found:
@@ -62,12 +81,9 @@ def find_attention(model: PreTrainedModel, scheme: Scheme) -> AttentionSite:
     first = next(iter(found.values()))
     if "kwargs" not in inspect.signature(first.forward).parameters:
         raise PosSwapError(f"{scheme.name}: the attention of {kind(model)} takes no further keywords")
-    causal = {bool(getattr(m, "is_causal", True) and getattr(m.config, "is_causal", True)) for m in found.values()}
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads
-    stack = model.base_model
-    path = next((p for p, m in model.named_modules() if m is stack), "")
-    return AttentionSite(found, (path, stack), heads, head_dim, causal == {True})
+    return AttentionSite(_stacks(new, found), own, heads, head_dim)
 
 
 def _calls_interface(module: nn.Module) -> bool:
@@ -75,43 +91,115 @@ def _calls_interface(module: nn.Module) -> bool:
     return code is not None and "get_interface" in code.co_names and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
+def _stacks(new: Plan, found: dict[str, nn.Module]) -> list[Stack]:
+    """One stack; two where an encoder sees all keys and a decoder those that precede."""
+    model = new.anatomy.model
+    causal = {p: all(getattr(o, "is_causal", True) for o in (m, getattr(m, "config", m))) for p, m in found.items()}
+    if len({*causal.values()}) == 1:
+        path = next((p for p, m in model.named_modules() if m is model.base_model), "")
+        chosen = {p: m for p, m in found.items() if _is_chosen(new, p)}
+        return [Stack(path, model.base_model, chosen, causal.popitem()[1])]
+    stacks = []
+    for value in (False, True):
+        of_stack = {p: m for p, m in found.items() if causal[p] == value}
+        path = re.split(r"\.\w+\.\d+\.", next(iter(of_stack)), maxsplit=1)[0]  # up to the list of layers
+        stacks.append(Stack(path, model.get_submodule(path), of_stack, value))
+    return stacks
+
+
+def _is_chosen(new: Plan, path: str) -> bool:
+    if new.layers is None:
+        return True
+    layers = new.anatomy.layers()[0]
+    return any(path.startswith(f"{layers}.{index}.") for index in new.layers)
+
+
 def install_attention(new: Plan, scheme: Scheme) -> None:
     """Attach what the scheme puts inside attention to every attention module, and route attention there."""
     model, sites = new.anatomy.model, scheme.sites_in_attention(new.anatomy.sites)
-    site = find_attention(model, scheme)
-    for config in {id(m.config): m.config for m in site.modules.values()}.values():
-        attention.check_backend(config._attn_implementation, scheme.name)
+    site = find_attention(new, scheme)
+    modules = [module for stack in site.stacks for module in stack.attentions.values()]
+    for config in {id(c): c for c in (getattr(m, "config", new.anatomy.config) for m in modules)}.values():
+        attention.check_backend(config._attn_implementation, scheme.name, modules)
+    if scheme.sites:
+        refuse_context_parallelism(scheme)
+    if scheme.stacks and site.own and new.anatomy.bias is not None:
+        raise PosSwapError(f"{scheme.name} joins what a model has, and {kind(model)} adds its ALiBi outside of reach")
     length = trained_length(new)
-    change = scheme.bias(BiasGeometry(site.heads, length, site.causal)) if BIAS in sites else None
     rotation = rotation_of(new, scheme, site, length) if ROTARY in sites else None
-    common = attention.Attached(change, rotation, site.causal)
+    for stack in site.stacks:
+        change = scheme.bias(BiasGeometry(site.heads, length, stack.causal)) if BIAS in sites else None
+        _attach(new, stack, change, rotation)
+        if change is not None and change.absolute and not site.own:
+            _tell_positions(new, stack, scheme)
+    for module in modules:
+        if module in site.own:
+            _reroute(new, module, site.own[module])
+    if new.anatomy.table is not None and not scheme.stacks:
+        new.edits.append(_unlimited(new.anatomy.table))
+    own = f"{attention.PREFIX}{attention.DENSE}{new.anatomy.config._attn_implementation}" if site.own else None
+    new.edits.append(attention.Route(modules, site.stacks[0].path, own))
+    for path, module in model.named_modules():
+        if hasattr(module, "set_attn_implementation"):
+            keep = partial(attention.set_implementation, module, scheme=scheme.name, rerouted=bool(site.own))
+            new.edits.append(Replace(module, "set_attn_implementation", keep, path))
+    new.guard()
+    new.storage = PORTABLE
+    native = new.anatomy.bias
+    # a family that adds ALiBi in each layer has the paper's slopes; Falcon, which adds it for all, has its own
+    new.effective = native is None or native.shared or native.name != scheme.name or bool(scheme.given())
+    new.length = new.length or length
+
+
+def refuse_context_parallelism(scheme: Scheme) -> None:
+    """Raise where accelerate runs this process under context parallelism, whose hooks drop every mask and bias."""
+    from accelerate.state import AcceleratorState
+
+    parallelism = AcceleratorState._shared_state.get("parallelism_config")
+    if parallelism is not None and parallelism.cp_enabled:
+        raise PosSwapError(
+            f"{scheme.name}: cp_size={parallelism.cp_size} splits a sequence among processes that do not know their "
+            "places in it; a scheme inside attention needs cp_size=1"
+        )
+
+
+def _attach(new: Plan, stack: Stack, change: BiasChange | None, rotation: Rotation | None) -> None:
+    """Edits that attach a change and a rotation to every attention module of a stack, and tell it their places."""
+    common = attention.Attached(change, rotation, stack.causal)
     if change is None or change.shared:
-        new.edits.append(Replace(site.stack[1], "posswap", common, site.stack[0]))
-    for path, module in site.modules.items():
+        new.edits.append(Replace(stack.module, "posswap", common, stack.path))
+        new.edits.append(Hook(stack.module, partial(attention.remember, attached=common), stack.path))
+        new.edits.append(Hook(stack.module, partial(attention.forget, attached=common), stack.path, after=True))
+    for path, module in stack.attentions.items():
         attached = common
         if change is not None and not change.shared:
-            attached = attention.Attached(change, rotation, site.causal)
+            attached = attention.Attached(change, rotation, stack.causal)
             new.edits.append(Replace(module, "posswap", attached, path))
         attached.to(next(module.parameters()).device)
         names = tuple(inspect.signature(module.forward).parameters)
         new.edits.append(Replace(module, attention.ATTRIBUTE, (attached,), path))
         new.edits.append(Hook(module, partial(attention.hand_places, names=names, attached=attached), path))
-    if change is not None and (change.temperature or change.placed):
-        names = tuple(inspect.signature(site.stack[1].forward).parameters)
-        if "position_ids" not in names:
-            raise PosSwapError(f"{scheme.name} depends on a token's position, and {kind(model)} takes no position_ids")
-        new.edits.append(Hook(site.stack[1], partial(parts.positions_from_mask, names=names), kind(site.stack[1])))
-    if new.anatomy.table is not None and not scheme.stacks:
-        new.edits.append(_unlimited(new.anatomy.table))
-    new.edits.append(attention.Route(list(site.modules.values()), site.stack[0]))
-    for path, module in model.named_modules():
-        if hasattr(module, "set_attn_implementation"):
-            keep = partial(attention.set_implementation, module, scheme=scheme.name)
-            new.edits.append(Replace(module, "set_attn_implementation", keep, path))
-    new.guard()
-    new.storage = PORTABLE
-    new.effective = True
-    new.length = new.length or length
+
+
+def _tell_positions(new: Plan, stack: Stack, scheme: Scheme) -> None:
+    names = tuple(inspect.signature(stack.module.forward).parameters)
+    if "position_ids" not in names:
+        model = kind(new.anatomy.model)
+        raise PosSwapError(f"{scheme.name} depends on a token's position, and {model} takes no position_ids")
+    new.edits.append(Hook(stack.module, partial(parts.positions_from_mask, names=names), kind(stack.module)))
+
+
+def _reroute(new: Plan, module: nn.Module, declaration: AttentionDeclaration) -> None:
+    """Edits that give an attention module a forward which calls transformers' attention interface."""
+    names = tuple(inspect.signature(module.forward).parameters)
+    forward = partial(attention.reroute, module, declaration=declaration, names=names)
+    new.replace(module, "forward", forward)
+    new.replace(module, "num_key_value_groups", declaration.groups(module) if declaration.groups else 1)
+    if not hasattr(module, "config"):
+        new.replace(module, "config", new.text)
+    stack = new.anatomy.model.base_model
+    for name, value in declaration.off.items():
+        new.replace(stack, name, value)
 
 
 def _unlimited(table: TableSite) -> Hook:
@@ -127,7 +215,8 @@ def trained_length(new: Plan) -> int:
     """Tokens that the model was trained on, as far as its table or config tells; 0 where neither does."""
     if new.anatomy.table is not None:
         return new.anatomy.table.length
-    return getattr(new.anatomy.config, "max_position_embeddings", None) or 0
+    config = new.anatomy.config
+    return next((n for n in (getattr(config, key, None) for key in LENGTHS) if isinstance(n, int)), 0)
 
 
 def rotation_of(new: Plan, scheme: Scheme, site: AttentionSite, length: int) -> Rotation:

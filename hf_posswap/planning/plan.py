@@ -12,7 +12,7 @@ from ..anatomy import Anatomy, kind
 from ..edits import ABSENT, Hook, Replace, same
 from ..errors import PosSwapError
 from ..record import ATTENTION_KEY, FOREIGN_ATTENTION, KEY, NATIVE, Record, config_values, owner_of, published
-from ..scheme import Scheme
+from ..scheme import Scheme, named
 
 
 @dataclass
@@ -32,6 +32,7 @@ class Plan:
     configs: dict[int, Any] = field(default_factory=dict)
     effective: bool = False
     recalibrate: bool = False
+    layers: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, anatomy: Anatomy, scheme: Scheme, recalled: Record | None = None) -> Plan:
@@ -41,6 +42,7 @@ class Plan:
         new = cls(anatomy, scheme, copy.deepcopy(config, configs), configs=configs, source=config.name_or_path)
         if recalled is not None:
             new.measured, new.source = dict(recalled.measured), recalled.source
+            new.layers = None if recalled.layers is None else tuple(recalled.layers)
         return new
 
     @property
@@ -88,10 +90,12 @@ class Plan:
             original=self.original,
             measured=self.measured,
             source=published(self.source),
+            layers=None if self.layers is None else list(self.layers),
         )
 
     def __str__(self) -> str:
-        lines = [f"{kind(self.anatomy.model)} -> {self.scheme} ({self.storage}, {len(self.edits)} edits)"]
+        swap = named(self.scheme, self.layers)
+        lines = [f"{kind(self.anatomy.model)} -> {swap} ({self.storage}, {len(self.edits)} edits)"]
         lines += [f"  config.{path}: {old!r} -> {self._new(path)!r}" for path, old in config_values(self.original)]
         lines += [f"  {edit}" for edit in self.edits if not (isinstance(edit, Replace) and edit.is_idle)]
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])

@@ -113,13 +113,13 @@ def install_rotary(new: Plan, scheme: Scheme) -> None:
     parameters, change, geometry = copy.deepcopy(site.config.rope_parameters), None, None
     for layer_type in layer_types:
         geometry = rotary_geometry(new.anatomy, layer_type, pairing=asks_pairing)
-        _refuse_odd(geometry, scheme)
+        refuse_odd(geometry, scheme)
         change = scheme.rotary(geometry)
         if layer_type is None:
             parameters = change.rope_parameters
         else:
-            _refuse_forgetful(site, new.text, change.rope_parameters, layer_type, scheme)
-            _refuse_unread(site, geometry, change.rope_parameters, layer_type, scheme)
+            refuse_forgetful(site, new.text, change.rope_parameters, layer_type, scheme)
+            refuse_unread(site, geometry, change.rope_parameters, layer_type, scheme)
             parameters[layer_type] = change.rope_parameters
     _write_rotary(new, parameters, change)
     rotary_edits(new, site, new.text)
@@ -138,7 +138,7 @@ def _spell_out_head_dim(new: Plan) -> None:
             new.set_config("head_dim", head_dim)
 
 
-def _refuse_odd(geometry: RotaryGeometry, scheme: Scheme) -> None:
+def refuse_odd(geometry: RotaryGeometry, scheme: Scheme) -> None:
     width = geometry.head_dim * geometry.rope_parameters.get("partial_rotary_factor", 1.0)
     if int(width) % 2:
         raise PosSwapError(
@@ -156,7 +156,7 @@ def _write_rotary(new: Plan, parameters: dict[str, Any], change: RotaryChange) -
         new.set_config("original_max_position_embeddings", inside)
 
 
-def _refuse_unread(
+def refuse_unread(
     site: RotarySite, geometry: RotaryGeometry, parameters: dict[str, Any], layer_type: str, scheme: Scheme
 ) -> None:
     """Raise where transformers computes other frequencies from parameters of a layer type than from the same alone.
@@ -187,7 +187,7 @@ def _refuse_unread(
         )
 
 
-def _refuse_forgetful(
+def refuse_forgetful(
     site: RotarySite, config: Any, parameters: dict[str, Any], layer_type: str, scheme: Scheme
 ) -> None:
     """Raise where transformers fails at the second long input after a longrope of one layer type (5.17 does)."""
@@ -219,7 +219,7 @@ def rotary_edits(new: Plan, site: RotarySite, config: Any) -> None:
                     f"was built for {2 * live.shape[-1]}"
                 )
             new.effective |= not same(live.float(), fresh)
-        new.effective |= not _same_rotation(site, type(module), config)
+        new.effective |= not same_rotation(site, type(module), config)
         # also what is equal now: a long input changes it (dynamic, longrope), and an undo must find its old side
         for name, value in twin._buffers.items():
             new.edits.append(Replace(module, name, value.to(module.get_buffer(name).device), path))
@@ -248,7 +248,7 @@ def build(cls: type[nn.Module], config: Any) -> nn.Module:
         ) from error
 
 
-def _same_rotation(site: RotarySite, cls: type[nn.Module], config: Any) -> bool:
+def same_rotation(site: RotarySite, cls: type[nn.Module], config: Any) -> bool:
     """Whether modules fresh from the old and the new config turn near and far positions alike: they are run."""
     old, new = build(cls, site.config), build(cls, config)
     far = 4 * max(site.config.max_position_embeddings, 2)

@@ -47,6 +47,10 @@ class ScaledRope(Scheme):
 
     def rotary(self, site: RotaryGeometry) -> RotaryChange:
         original = self.original_max_position_embeddings or site.length
+        if original < 1:
+            raise PosSwapError(
+                f"{self.name}: this model's trained length is not known; give original_max_position_embeddings"
+            )
         if self.target_length is not None and self.target_length <= original:
             raise self.refuse("target_length", f"is not beyond the model's {original} tokens")
         factor = self.default_factor if self.factor is None else self.factor

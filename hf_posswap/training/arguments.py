@@ -25,6 +25,9 @@ class FinetuneArguments:
     model: str | None = field(
         default=None, metadata=_help("Folder, or name on the hub, of the model to train. Not needed to resume.")
     )
+    layers: list[int] | None = field(
+        default=None, metadata=_help("Indices of the layers that take --scheme; the others keep their positions.")
+    )
     dtype: Literal["float32", "bfloat16", "auto"] = field(
         default="float32",
         metadata=_help(

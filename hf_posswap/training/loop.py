@@ -28,9 +28,9 @@ from transformers import AutoTokenizer, SchedulerType, get_scheduler
 from ..anatomy import kind
 from ..checkpoint import from_pretrained
 from ..errors import PosSwapError, nearest
-from ..patching import patch_model
-from ..record import KEY, Record
-from ..scheme import Scheme, scheme_of
+from ..patching import carries, patch_model, record_of
+from ..record import KEY
+from ..scheme import Scheme, name_of, named
 from .arguments import FinetuneArguments
 from .checkpoints import STATE, find_checkpoint, leave_model_to_transformers, save_checkpoint, save_model
 from .checks import check_count, check_documents_apart, check_length, check_tokenizer, find_objective
@@ -58,13 +58,15 @@ def load(arguments: FinetuneArguments, scheme: Scheme | None = None) -> tuple[Pr
     except OSError as error:
         raise PosSwapError(f"model={str(folder)!r} cannot be loaded: {error}") from error
     if scheme is None:
+        if arguments.layers is not None:
+            raise PosSwapError(f"layers={arguments.layers} was given without --scheme")
         return model, tokenizer
     if checkpoint is None:
-        return patch_model(model, scheme, tokenizer=tokenizer), tokenizer
-    record = getattr(model.config, KEY, None)
-    carried = scheme_of(Record.from_dict(record)) if record is not None else None
-    if carried != scheme:
-        raise PosSwapError(f"scheme={scheme} was given, and {checkpoint} carries {carried}; leave --scheme out")
+        return patch_model(model, scheme, tokenizer=tokenizer, layers=arguments.layers), tokenizer
+    if not carries(model, scheme, arguments.layers):
+        record = record_of(model)
+        carried, asked = None if record is None else name_of(record), named(scheme, arguments.layers)
+        raise PosSwapError(f"scheme={asked} was given, and {checkpoint} carries {carried}; leave --scheme out")
     return model, tokenizer
 
 

@@ -1,0 +1,27 @@
+"""Bloom: one fused projection, ALiBi in every layer."""
+
+from torch.nn.functional import dropout
+
+from ..anatomy import AttentionDeclaration
+
+
+def _project(module, call):
+    return module._reshape(module.query_key_value(call["hidden_states"]))
+
+
+def _finish(module, output, call):
+    return dropout(module.dense(output), module.hidden_dropout, module.training) + call["residual"]
+
+
+def _dropout(module):
+    return module.attention_dropout.p
+
+
+ATTENTION = AttentionDeclaration(
+    holds=("query_key_value", "slow_but_exact"),
+    project=_project,
+    finish=_finish,
+    scaling="inv_norm_factor",
+    dropout=_dropout,
+    cache="layer_past",
+)
