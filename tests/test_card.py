@@ -157,7 +157,9 @@ READINGS = [
 ]
 
 
-@pytest.mark.parametrize(("scheme", "params", "readers"), READINGS, ids=str)
+@pytest.mark.parametrize(
+    ("scheme", "params", "readers"), READINGS, ids=[f"{scheme}-{given}" for scheme, given, _ in READINGS]
+)
 @pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
 def test_who_reads_a_checkpoint(scheme: str, params: dict, readers: set[str]):
     """The table of `hf_posswap/serving.py`, as it comes out for LLaMA."""
