@@ -283,10 +283,9 @@ def reroute(module: nn.Module, *args: Any, declaration: AttentionDeclaration, na
     return declaration.finish(module, output.flatten(2), call), weights
 
 
-NAMES = {f"{PREFIX}{backend}": backend for backend in BACKENDS}
 # for families that compute with the mask before attention sees it: always a tensor (B, 1, Q, K), of numbers to add
 DENSE = "dense_"
-NAMES |= {f"{PREFIX}{DENSE}{backend}": backend for backend in BACKENDS}
+NAMES = {f"{PREFIX}{kind}{backend}": backend for kind in ("", DENSE) for backend in BACKENDS}
 for _name, _backend in NAMES.items():
     AttentionInterface.register(_name, partial(attend, backend=_backend))
     _mask = "eager" if DENSE in _name else _backend

@@ -102,7 +102,7 @@ def travel(
         flat.take(root.__module__, root.__name__)
     for module, name in declared_in:
         flat.take(module, name)
-    flat.imports |= {("pathlib", "Path"), ("transformers", None)}
+    flat.imports |= {Target("pathlib", "Path"), Target("transformers", None)}
     body = flat.source()
     body = body.replace('PREFIX = "posswap_"', f'PREFIX = "posswap_{hashlib.sha256(body.encode()).hexdigest()[:8]}_"')
     auto_map = {auto: f"{CODE}.{head}" for auto, head in heads.items()}
@@ -133,14 +133,14 @@ def auto_classes(cls: type[PreTrainedModel]) -> dict[str, str]:
 
 @dataclass
 class Flat:
-    """The statements taken so far (module, index), and the names imported from outside: (module, name or None).
+    """The statements taken so far (module, index), and what is imported from outside.
 
     `instead`: name -> what is written in place of the statement that binds it.
     """
 
     instead: dict[str, str] = field(default_factory=dict)
     taken: set[tuple[str, int]] = field(default_factory=set)
-    imports: set[tuple[str, str | None]] = field(default_factory=set)
+    imports: set[Target] = field(default_factory=set)
     files: dict[str, File] = field(default_factory=dict)
 
     def file(self, module: str) -> File:
@@ -177,7 +177,7 @@ class Flat:
 
     def _follow(self, target: Target) -> None:
         if target.module.partition(".")[0] != PACKAGE:
-            self.imports.add((target.module, target.name))
+            self.imports.add(target)
         elif target.name is not None:
             self.take(target.module, target.name)
 
@@ -200,22 +200,24 @@ class Flat:
         return self._import_lines() + "".join(parts) + "\n"
 
     def _import_lines(self) -> str:
-        plain = sorted(module for module, name in self.imports if name is None)
-        named = defaultdict(set)
-        for module, name in self.imports:
-            if name is not None:
-                named[module].add(name)
-        lines = [f"import {module}" for module in plain]
-        lines += [f"from {module} import {', '.join(sorted(named[module]))}" for module in sorted(named)]
-        return "\n".join(lines)
+        modules, named = [], defaultdict(list)
+        for target in self.imports:
+            renamed = f" as {target.alias}" if target.alias else ""
+            if target.name is None:
+                modules.append(f"import {target.module}{renamed}")
+            else:
+                named[target.module].append(f"{target.name}{renamed}")
+        lines = [f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(named.items())]
+        return "\n".join(sorted(modules) + lines)
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a name stands for: `name` of `module`, or the module itself."""
+    """What a name stands for: `name` of `module`, or the module itself; `alias` where it is imported as another."""
 
     module: str
     name: str | None
+    alias: str | None = None
 
 
 def is_name(node: ast.AST) -> bool:
@@ -263,14 +265,18 @@ class File:
     def imported(self, statement: ast.stmt) -> Iterator[tuple[str, Target]]:
         if isinstance(statement, ast.Import):
             for alias in statement.names:
-                yield alias.asname or alias.name.partition(".")[0], Target(alias.name, None)
+                yield alias.asname or alias.name.partition(".")[0], Target(alias.name, None, alias.asname)
         elif isinstance(statement, ast.ImportFrom) and statement.module != "__future__":
             home = importlib.import_module(self.module)
             base = importlib.util.resolve_name("." * statement.level + (statement.module or ""), home.__package__)
             inside = base.partition(".")[0] == PACKAGE
             for alias in statement.names:
                 value = getattr(importlib.import_module(base), alias.name) if inside else None
-                target = Target(value.__name__, None) if isinstance(value, ModuleType) else Target(base, alias.name)
+                target = (
+                    Target(value.__name__, None)
+                    if isinstance(value, ModuleType)
+                    else Target(base, alias.name, alias.asname)
+                )
                 yield alias.asname or alias.name, target
 
     def _local_imports(self, index: int) -> list[ast.ImportFrom]:

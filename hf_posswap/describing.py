@@ -61,7 +61,7 @@ class Description:
         meaning = {
             None: "not patched",
             NATIVE: "native: stock transformers loads it, without this package",
-            PORTABLE: "portable: load it with hf_posswap.from_pretrained",
+            PORTABLE: "portable: hf_posswap.from_pretrained loads it, or an Auto class with trust_remote_code=True",
         }
         lines.append(f"  storage  {meaning[self.storage]}")
         lines += [f"  {'' if index else 'serving':8} {served}" for index, served in enumerate(self.serving)]

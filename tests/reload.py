@@ -2,7 +2,8 @@
 
 python reload.py stock|forced|travel|package FOLDER - all but `package` first make hf_posswap impossible to import.
 stock: the class that the config names. forced: the same, with every argument that could get past a guard. travel: an
-Auto class and the code in the checkpoint; the model is also saved again.
+Auto class and the code in the checkpoint; the model is also saved again. `how.json` in a checkpoint holds arguments for
+its loader.
 """
 
 import sys
@@ -32,20 +33,21 @@ torch.set_num_threads(1)
 
 
 def load(folder: Path):
+    how = json.loads((folder / "how.json").read_text()) if (folder / "how.json").exists() else {}
     if MODE == "package":
         import hf_posswap
 
-        return hf_posswap.from_pretrained(folder)
+        return hf_posswap.from_pretrained(folder, **how)
     config = json.loads((folder / "config.json").read_text())
     cls = getattr(transformers, config["architectures"][0])
     if MODE == "forced":
         return cls.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32, device_map="cpu")
     if MODE == "travel":
         auto = next(auto for auto, where in config["auto_map"].items() if where.endswith(f".{cls.__name__}"))
-        model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True)
+        model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True, **how)
         model.save_pretrained(folder / "again")
         return model
-    return cls.from_pretrained(folder)
+    return cls.from_pretrained(folder, **how)
 
 
 for folder in sorted(FOLDER.iterdir()):

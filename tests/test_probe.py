@@ -192,4 +192,8 @@ def test_describe_prints_what_it_had_and_has():
         "  rotary   rope -> yarn           factor=4, original_max_position_embeddings=32, rope_theta=10000",
         "  length   32 -> 128",
         "  storage  native: stock transformers loads it, without this package",
+        "  serving  vLLM: yes: vllm serve FOLDER --max-model-len 128",
+        "           SGLang: yes: python -m sglang.launch_server --model-path FOLDER --context-length 128",
+        "           llama.cpp: yes: python convert_hf_to_gguf.py FOLDER --outfile model.gguf "
+        "&& llama-server -m model.gguf -c 128",
     ]

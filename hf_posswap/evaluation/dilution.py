@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..anatomy import kind
+from ..anatomy import examine, kind
 from ..errors import PosSwapError
 from ..planning.attention import find_attention
+from ..planning.plan import Plan
 from ..scheme import make_scheme
 
 NEIGHBOURS = 16  # a length n stands for the queries that see n - n / NEIGHBOURS to n keys
@@ -38,7 +39,9 @@ def dilution(model: nn.Module, ids: Tensor, lengths: Iterable[int]) -> list[dict
     lengths = sorted(set(lengths))
     if ids.dim() != 2 or not lengths or lengths[0] < 2 or ids.shape[1] < lengths[-1]:
         raise PosSwapError(f"ids={tuple(ids.shape)}, lengths={lengths}: texts of (B, S) tokens with 2 <= length <= S")
-    site = find_attention(model, make_scheme("logn", {}))
+    scheme = make_scheme("logn", {})
+    site = find_attention(Plan.of(examine(model), scheme), scheme)
+    modules = [module for stack in site.stacks for module in stack.attentions.values()]
     if not site.causal:
         raise PosSwapError(f"model={kind(model)} sees what follows; how many keys a query sees is not its place")
     ids = ids[:, : lengths[-1]].to(model.device)
@@ -49,7 +52,7 @@ def dilution(model: nn.Module, ids: Tensor, lengths: Iterable[int]) -> list[dict
         weights = output[1][0].float()  # (H, S, S)
         found.append(torch.stack([_measured(weights, queries, lengths[0]) for queries in rows]))
 
-    with _eager(model), _hooked(site.modules.values(), reduce), torch.no_grad():
+    with _eager(model), _hooked(modules, reduce), torch.no_grad():
         for row in ids:  # one text at a time: the weights of one layer are H x S x S numbers
             model(input_ids=row[None], use_cache=False)
     means = torch.stack(found).mean(0).tolist()
