@@ -17,7 +17,16 @@ def lookup(table: Tensor, index: Tensor) -> Tensor:
 
 def resized(init: str, table: Tensor, length: int, **options: int) -> Tensor:
     """(P, E) -> (length, E)."""
-    return table if length == len(table) else getattr(positions, init)(table, length, **options)
+    if length == len(table):
+        return table
+    fill = {
+        "interpolate": positions.interpolate,
+        "tile": positions.tile,
+        "hierarchical": positions.hierarchical,
+        "random": positions.random,
+        "fit": positions.fit,
+    }
+    return fill[init](table, length, **options)
 
 
 def resized_grid(init: str, site: EmbedGeometry, grid: tuple[int, int]) -> Tensor:
