@@ -293,7 +293,7 @@ class File:
         for node in ast.walk(self.tree.body[index]):
             if isinstance(node, ast.Attribute) and self._is_of_package(node.value, names):
                 yield Target(names[node.value.id].module, node.attr)
-            elif is_name(node) and not self._is_of_package(node, names):
+            elif is_name(node) and isinstance(node.ctx, ast.Load) and not self._is_of_package(node, names):
                 yield names.get(node.id, Target(self.module, node.id))
 
     @staticmethod

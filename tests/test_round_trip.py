@@ -70,6 +70,14 @@ def test_code_in_a_portable_checkpoint_gives_the_same_logits_and_is_saved_again(
         assert file.read_bytes() == (folder / file.name).read_bytes(), file.name
 
 
+def test_code_that_travels_mentions_nothing_that_it_lacks(saved: Path):
+    files = list(saved.glob("*/modeling_posswap.py"))
+    assert len(files) == sum(not row.native for row in ROWS)
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", "F,E9", *files]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
 @by_id(ROWS)
 def test_package_gives_the_same_logits(row: Row, saved: Path):
     folder = saved / folder_name(row)
