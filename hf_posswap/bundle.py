@@ -93,7 +93,10 @@ def travel(
     from .portable import Portable
 
     if getattr(transformers, cls.__name__, None) is not cls:
-        raise PosSwapError(f"{cls.__name__} is no model class of transformers: its code cannot travel")
+        raise PosSwapError(
+            f"{cls.__name__} is no model class of transformers, and its code cannot travel; swap the class it derives "
+            "from, or save its state_dict"
+        )
     heads = auto_classes(cls)
     flat = Flat(
         {"declared": DECLARED.format(*("".join(f"{n}," for _, n in declared_in if n == name) for name in NAMES))}

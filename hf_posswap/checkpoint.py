@@ -27,12 +27,14 @@ def from_pretrained(path: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
     A native checkpoint is loaded by transformers alone, then checked against its record; a portable one is loaded
     as the model it was patched from, with its trained weights, and the recorded patch is made again.
     """
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
+    from transformers import PreTrainedConfig
 
     from .patching import adopt
 
     if kwargs.pop("trust_remote_code", False):
         raise PosSwapError("trust_remote_code=True: this loader never runs code from a checkpoint; leave it out")
+    if kwargs.get("output_loading_info"):
+        raise PosSwapError("output_loading_info=True: this loader returns the model alone; leave it out")
     hub = {name: kwargs[name] for name in HUB & kwargs.keys()}
     data, _ = PreTrainedConfig.get_config_dict(path, **hub)
     cls = model_class(data)
@@ -41,7 +43,7 @@ def from_pretrained(path: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
     record = Record.from_dict(data[KEY])
     scheme = scheme_of(record)
     before = unswapped(data, record) if record.storage == PORTABLE else data
-    config = CONFIG_MAPPING[data["model_type"]].from_dict(before)
+    config = cls.config_class.from_dict(before)
     config.name_or_path = str(path)
     if record.storage == PORTABLE:
         return _load_portable(cls, path, config, record, scheme, hub, kwargs)

@@ -12,8 +12,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
 from .anatomy import Anatomy, find_bias, find_rotary, find_table
 from .edits import Journal
 from .errors import PosSwapError
@@ -37,9 +35,7 @@ def rebuild(
 ) -> Plan:
     """Plan a recorded swap again, on a model that was just loaded without it."""
     new = Plan.of(anatomy, scheme, recalled=record)
-    with torch.device("cpu"):
-        for step in steps:
-            step(new, scheme)
+    new.follow(steps)
     if new.storage != PORTABLE or new.original.keys() != record.original.keys():
         raise PosSwapError(f"{KEY} in the config does not describe this model's {record.scheme!r} swap")
     new.finish()

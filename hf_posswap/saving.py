@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .edits import ABSENT, Replace
 from .errors import PosSwapError
 from .record import KEY, Record, config_values, owner_of
+from .runs import replacing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,39 +35,38 @@ def save_edit(model: PreTrainedModel, travel: Travel) -> Replace:
 
 
 def save_portable(
-    model: PreTrainedModel, travel: Travel, save_directory: str | os.PathLike, *args: Any, **kwargs: Any
+    model: PreTrainedModel,
+    travel: Travel,
+    save_directory: str | os.PathLike,
+    is_main_process: bool = True,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
-    """A portable model's `save_pretrained`. Raises PosSwapError for `push_to_hub=True`: it would push half of it."""
+    """A portable model's `save_pretrained`. Raises PosSwapError, before it writes anything, for `push_to_hub=True`,
+    which would push half of it, and for a model class whose code cannot travel.
+    """
     if kwargs.pop("push_to_hub", False):
         raise PosSwapError("push_to_hub=True: save the model and push the folder, or call model.push_to_hub")
-    type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    source, auto_map = travel()
+    type(model).save_pretrained(model, save_directory, is_main_process, *args, **kwargs)
     config = Path(save_directory, "config.json")
-    if not kwargs.get("is_main_process", True) or not config.exists():  # of an adapter there is none
+    if not is_main_process or not config.exists():  # of an adapter there is none
         return
     data = json.loads(config.read_text(encoding="utf-8"))
     if KEY not in data:
         return
-    source, auto_map = travel()
-    replace_text(Path(save_directory, f"{CODE}.py"), source)
     data |= {"auto_map": auto_map, GUARD_KEY: GUARD}
-    replace_text(config, json.dumps(data, indent=2, sort_keys=True) + "\n")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file that is either the old one or the new one, whenever the process ends."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(Path(save_directory, f"{CODE}.py")) as path:
+        path.write_text(source, encoding="utf-8")
+    with replacing(config) as path:
+        path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def unswapped(data: dict[str, Any], record: Record) -> dict[str, Any]:
     """The dict of a config as it was before the recorded swap. Raises PosSwapError where the record does not fit."""
     before = {key: value for key, value in data.items() if key not in (KEY, GUARD_KEY)}
-    if all(name.startswith(f"{CODE}.") for name in before.get("auto_map", {}).values()):
-        before.pop("auto_map", None)
+    if all(str(name).rpartition("--")[2].startswith(f"{CODE}.") for name in before.get("auto_map", {}).values()):
+        before.pop("auto_map", None)  # read from the hub, every name has the repository and `--` before it
     for path, value in config_values(record.original):
         try:
             holder, name = owner_of(before, path)

@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 from hf_posswap import PosSwapError, describe, from_pretrained, patch_model, probe, unpatch_model
+from hf_posswap.patching import record_of
+from hf_posswap.saving import unswapped
 
 from .conftest import by_id
 from .families import FAMILIES, tokens
@@ -209,6 +212,40 @@ def test_loader_runs_no_code_of_a_checkpoint(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(PosSwapError, match="architectures"):
         from_pretrained(tmp_path)
+
+
+def test_loader_returns_a_model_alone(tmp_path: Path):
+    patch_model(FAMILIES["llama"].build(), "yarn", factor=4).save_pretrained(tmp_path)
+    with pytest.raises(PosSwapError, match="output_loading_info"):
+        from_pretrained(tmp_path, output_loading_info=True)
+
+
+class MyLlama(LlamaForCausalLM):
+    """A class of a user's own: transformers has no code of it to send along."""
+
+
+@pytest.mark.parametrize(
+    ("own", "kwargs", "reason"),
+    [(True, {}, "MyLlama.*cannot travel"), (False, {"push_to_hub": True}, "push_to_hub=True")],
+    ids=["class of one's own", "push"],
+)
+def test_save_that_cannot_be_complete_writes_nothing(own: bool, kwargs: dict, reason: str, tmp_path: Path):
+    model = FAMILIES["llama"].build()
+    if own:
+        model = MyLlama(model.config)
+    patch_model(model, "sinusoidal")
+    with pytest.raises(PosSwapError, match=reason):
+        model.save_pretrained(tmp_path / "out", **kwargs)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("module", "kept"), [("modeling_posswap", False), ("modeling_own", True)])
+@pytest.mark.parametrize("prefix", ["", "me/model--"])
+def test_code_of_others_stays_named_in_the_config(module: str, kept: bool, prefix: str):
+    """transformers puts the repository before every name of `auto_map` that it read from the hub."""
+    model = patch_model(FAMILIES["llama"].build(), "sinusoidal")
+    data = model.config.to_dict() | {"auto_map": {"AutoModelForCausalLM": f"{prefix}{module}.Model"}}
+    assert ("auto_map" in unswapped(data, record_of(model))) == kept
 
 
 CONFIG_TABLE = [

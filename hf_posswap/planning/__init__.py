@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..anatomy import Anatomy, examine, kind, refuse_foreign_rotary
@@ -38,9 +37,7 @@ def plan(
     new = Plan.of(anatomy, scheme)
     new.layers = chosen_layers(anatomy, layers)
     steps = choose_steps(anatomy, scheme, new.layers)
-    with torch.device("cpu"):  # a caller may be building on the meta device, where there are no numbers to plan with
-        for step in steps:
-            step(new, scheme)
+    new.follow(steps)
     if not new.effective:
         raise PosSwapError(f"{scheme} would change nothing on this {kind(model)}")
     _refuse_invalid(new)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..anatomy import Anatomy, kind
@@ -63,6 +65,12 @@ class Plan:
         edit = Replace(owner, name, value, where)
         if not same(edit.current, value):
             self.edits.append(edit)
+
+    def follow(self, steps: Sequence[Callable[[Plan, Scheme], None]]) -> None:
+        """Silence and install; on the CPU, for a caller may be building on the meta device, which has no numbers."""
+        with torch.device("cpu"):
+            for step in steps:
+                step(self, self.scheme)
 
     def config_edits(self) -> list[Replace]:
         """What gives the model, and every module of it that keeps a config, the new one."""
