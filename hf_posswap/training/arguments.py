@@ -70,6 +70,29 @@ class FinetuneArguments:
         default=0.15, metadata=_help("Share of the tokens that the masked objective predicts.")
     )
 
+    distil: float = field(
+        default=0.0,
+        metadata=_help(
+            "Share of the loss that asks for the teacher's distribution instead of the text's next (or masked) token,",
+            "0 to 1. A causal teacher teaches the beginning of each row, as many tokens as it was trained on; the rest",
+            "has the task's loss alone. A masked one refuses longer rows.",
+        ),
+    )
+    teacher: str | None = field(
+        default=None,
+        metadata=_help("Folder of the model that teaches; where not given, --model as it is before --scheme."),
+    )
+    teacher_device: Literal["same", "cpu"] = field(
+        default="same", metadata=_help("Where the teacher computes; its head is beside the model in any case.")
+    )
+    distil_temperature: float = field(
+        default=1.0, metadata=_help("Temperature of both distributions; above 1 the unlikely tokens count more.")
+    )
+    distil_hidden: float = field(
+        default=0.0,
+        metadata=_help("Weight of the distance between both models' layers, beside the distributions' of 1."),
+    )
+
     per_device_train_batch_size: int = field(default=1, metadata=_help("Rows in one forward of one process."))
     gradient_accumulation_steps: int = field(default=1, metadata=_help("Forwards of each process per optimizer step."))
     gradient_checkpointing: bool = field(
@@ -121,13 +144,25 @@ class FinetuneArguments:
         self._check("mlm_probability", above=0, below=1)
         self._check("learning_rate", above=0)
         self._check("max_start_loss", above=0)
+        self._check("distil", at_least=0, at_most=1)
+        self._check("distil_temperature", above=0)
+        self._check("distil_hidden", at_least=0)
+        for name in ("teacher", "distil_hidden"):
+            if getattr(self, name) and not self.distil:
+                raise PosSwapError(f"{name}={getattr(self, name)!r} was given with distil=0, which asks no teacher")
         sources = ("train_file", "train_dir", "dataset_name")
         given = {name: getattr(self, name) for name in sources if getattr(self, name) is not None}
         if len(given) != 1:
             raise PosSwapError(f"give exactly one of {', '.join(sources)}; got {given or 'none'}")
 
     def _check(
-        self, name: str, *, at_least: float = -math.inf, above: float = -math.inf, below: float = math.inf
+        self,
+        name: str,
+        *,
+        at_least: float = -math.inf,
+        above: float = -math.inf,
+        below: float = math.inf,
+        at_most: float = math.inf,
     ) -> None:
         """Raise unless the field is None or a number of its type within the bounds."""
         value = getattr(self, name)
@@ -140,5 +175,7 @@ class FinetuneArguments:
             raise PosSwapError(f"{name}={value!r} is too small; the least value is {max(at_least, above):g}")
         if value <= above:
             raise PosSwapError(f"{name}={value!r} is too small; it must be greater than {above:g}")
+        if value > at_most:
+            raise PosSwapError(f"{name}={value!r} is too great; the greatest value is {at_most:g}")
         if value >= below:
             raise PosSwapError(f"{name}={value!r} is too great; it must be less than {below:g}")
