@@ -27,10 +27,11 @@ from hf_posswap import PosSwapError, from_pretrained, patch_model
 from hf_posswap.training.arguments import FinetuneArguments
 from hf_posswap.training.checkpoints import STATE
 from hf_posswap.training.checks import check_documents_apart
-from hf_posswap.training.data import IGNORED, Batches, Blocks, read_documents, tokenize
+from hf_posswap.training.data import IGNORED, Batches, read_documents, tokenize
 from hf_posswap.training.log import TrainingLog
 from hf_posswap.training.loop import finetune, load
 from hf_posswap.training.loss import chunk_loss
+from hf_posswap.training.packing import Blocks
 
 from .small import BLOCK, SCRIPT, VOCABULARY, bart, bert, flags, gemma2, gpt2, launch, llama, losses, run
 
@@ -108,7 +109,7 @@ def test_masking_has_the_shares_of_the_recipe(arguments, bert_tokenizer):
     rng = np.random.default_rng(0)
     blocks = [(np.concatenate([[257], rng.integers(0, 256, 998), [258]]), None) for _ in range(40)]
     batches = Batches(blocks, bert_tokenizer, replace(arguments, mlm_probability=0.3), "masked", 40)
-    batch = batches._collate(0, np.arange(40))
+    batch = batches._collate(0, np.arange(40), 1000)
     original = torch.from_numpy(np.stack([ids for ids, _ in blocks]))
     chosen = batch["labels"] != IGNORED
     assert not chosen[:, [0, -1]].any()  # the special tokens
@@ -122,7 +123,7 @@ def test_masking_has_the_shares_of_the_recipe(arguments, bert_tokenizer):
     sparse = Batches(
         [(np.array([257, 65, 66, 258]), None)], bert_tokenizer, replace(arguments, mlm_probability=1e-9), "masked", 1
     )
-    assert sparse.targets(sparse._collate(0, np.array([0]))) == 1
+    assert sparse.targets(sparse._collate(0, np.array([0]), 4)) == 1
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
@@ -246,7 +247,7 @@ def test_a_model_whose_documents_see_each_other_is_refused():
     )
     bloom = BloomForCausalLM(BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=2))
     for model in (leaking, bloom):
-        with pytest.raises(PosSwapError, match=r"packing='documents'.*use packing='concat'"):
+        with pytest.raises(PosSwapError, match=r"packing: .* not keep .* apart; use packing='concat'"):
             check_documents_apart(model)
 
 

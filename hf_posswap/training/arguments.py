@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Literal
 
 from ..errors import PosSwapError
@@ -59,13 +60,30 @@ class FinetuneArguments:
         default=None,
         metadata=_help("Predict the next token, or masked ones. Read from the model's class where not given."),
     )
-    packing: Literal["concat", "documents"] = field(
+    packing: Literal["concat", "documents", "whole"] = field(
         default="concat",
         metadata=_help(
             "concat: the documents of a row follow, and see, each other.",
             "documents (causal models): positions begin anew at each, and attention stays inside it.",
+            "whole: the same, and no document that fits a row is cut; rows are filled up with padding.",
         ),
     )
+    curriculum: list[int] | None = field(
+        default=None,
+        metadata=_help(
+            "Lengths of the rows in the stages before --block_size, rising, each a divisor of it.",
+            "A row is cut into shorter ones, so that every step takes the same tokens.",
+        ),
+    )
+    curriculum_steps: int = field(default=0, metadata=_help("Optimizer steps of each stage of --curriculum."))
+    pose_length: int | None = field(
+        default=None,
+        metadata=_help(
+            "Spread the positions of each row at random below this length (PoSE): rows of --block_size tokens, and",
+            "distances up to this one. For models that take their distances from position_ids.",
+        ),
+    )
+    pose_chunks: int = field(default=2, metadata=_help("Runs without a gap in the spread positions of a row."))
     mlm_probability: float = field(
         default=0.15, metadata=_help("Share of the tokens that the masked objective predicts.")
     )
@@ -150,10 +168,33 @@ class FinetuneArguments:
         for name in ("teacher", "distil_hidden"):
             if getattr(self, name) and not self.distil:
                 raise PosSwapError(f"{name}={getattr(self, name)!r} was given with distil=0, which asks no teacher")
+        self._check("pose_length", above=self.block_size)
+        self._check("pose_chunks", at_least=2, below=SHORTEST_BLOCK)
+        if self.pose_length is not None:
+            self._refuse_with("pose_length", packing="concat", distil=0)
+        self._check_curriculum()
         sources = ("train_file", "train_dir", "dataset_name")
         given = {name: getattr(self, name) for name in sources if getattr(self, name) is not None}
         if len(given) != 1:
             raise PosSwapError(f"give exactly one of {', '.join(sources)}; got {given or 'none'}")
+
+    def _refuse_with(self, name: str, **needed: object) -> None:
+        """Raise where an argument was given that goes with certain values of others only."""
+        for other, value in needed.items():
+            if getattr(self, other) != value:
+                raise PosSwapError(
+                    f"{name}={getattr(self, name)!r} does not go with {other}={getattr(self, other)!r}; use {value!r}"
+                )
+
+    def _check_curriculum(self) -> None:
+        stages = self.curriculum or []
+        self._check("curriculum_steps", at_least=1 if stages else 0, below=math.inf if stages else 1)
+        for stage, after in pairwise([*stages, self.block_size]):
+            if stage < SHORTEST_BLOCK or stage >= after or self.block_size % stage:
+                raise PosSwapError(
+                    f"curriculum={self.curriculum}: {stage} is not a divisor of block_size={self.block_size} from "
+                    f"{SHORTEST_BLOCK} to below {after}"
+                )
 
     def _check(
         self,

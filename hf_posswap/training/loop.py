@@ -33,8 +33,15 @@ from ..record import KEY
 from ..scheme import Scheme, name_of, named
 from .arguments import FinetuneArguments
 from .checkpoints import STATE, find_checkpoint, leave_model_to_transformers, save_checkpoint, save_model
-from .checks import check_count, check_documents_apart, check_length, check_tokenizer, find_objective
-from .data import Batches, Blocks, read_documents, tokenize
+from .checks import (
+    check_count,
+    check_documents_apart,
+    check_length,
+    check_positions_spread,
+    check_tokenizer,
+    find_objective,
+)
+from .data import Batches, pack, read_documents, tokenize
 from .distil import Distillation, Teacher, make_teacher
 from .log import TrainingLog, without_paths
 from .loss import chunk_loss
@@ -111,10 +118,10 @@ def finetune(
             "load the checkpoint's own model"
         )
     objective = find_objective(model, arguments.objective)
-    if objective == "masked" and arguments.packing == "documents":
-        raise PosSwapError("packing='documents' is for causal models; use packing='concat'")
+    if objective == "masked" and arguments.packing != "concat":
+        raise PosSwapError(f"packing={arguments.packing!r} is for causal models; use packing='concat'")
     check_tokenizer(tokenizer, model, objective)
-    check_length(model, arguments.block_size)
+    check_length(model, arguments)
     if bool(arguments.distil) != (teacher is not None):
         raise PosSwapError(f"distil={arguments.distil:g} and a teacher go together; one of them was given")
     if arguments.gradient_checkpointing and not model.supports_gradient_checkpointing:
@@ -123,12 +130,14 @@ def finetune(
     with _accelerator(arguments) as accelerator, _trainable(model, arguments):
         set_seed(arguments.seed, device_specific=True)
         with accelerator.local_main_process_first():  # the others find the tokens in datasets' cache
-            blocks = Blocks(tokenize(read_documents(arguments), tokenizer), arguments.block_size)
+            blocks = pack(tokenize(read_documents(arguments), tokenizer), tokenizer, arguments)
         forwards = accelerator.num_processes * arguments.gradient_accumulation_steps
         global_batch_size = arguments.per_device_train_batch_size * forwards
         check_count(len(blocks), global_batch_size, blocks.tokens, arguments)
         model.to(accelerator.device)
-        if arguments.packing == "documents":
+        if arguments.pose_length is not None:
+            check_positions_spread(model, arguments.pose_length)
+        if arguments.packing != "concat":
             for one in filter(None, (model, teacher)):
                 check_documents_apart(one)
         guide = distillation = None
@@ -202,12 +211,13 @@ class _Run:
     def announce(self) -> None:
         """Say what is about to be trained, on the main process."""
         log, arguments, processes = self.log, self.arguments, self.accelerator.num_processes
-        longest = log.longest_document if arguments.packing == "documents" else log.block_size
+        longest = log.block_size if arguments.packing == "concat" else log.longest_document
         meant = f" of the {log.scheme['length']} that the swap is meant for" if log.scheme else ""
         lines = [
             f"{log.objective} training of {log.model_class}, {log.parameters:,} parameters, on {processes} process(es) "
             f"({self.accelerator.device.type}), mixed precision: {self.accelerator.mixed_precision}",
-            f"{log.corpus_tokens:,} tokens of text in {log.rows:,} rows; longest training row: {longest} tokens{meant}",
+            f"{log.corpus_tokens:,} tokens of text in {log.rows:,} rows; longest training row: {longest} tokens{meant}"
+            + ("" if arguments.pose_length is None else f", at positions up to {arguments.pose_length - 1}"),
             f"global batch: {log.global_batch_size} rows = {arguments.per_device_train_batch_size} per forward x "
             f"{processes} process(es) x {arguments.gradient_accumulation_steps} accumulation step(s)",
         ]
