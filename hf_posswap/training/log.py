@@ -21,6 +21,8 @@ FREE = frozenset(
     {
         "output_dir",
         "model",
+        "teacher",
+        "teacher_device",
         "max_steps",
         "train_file",
         "train_dir",
@@ -42,7 +44,7 @@ def without_paths(arguments: dict[str, Any]) -> dict[str, Any]:
         name: [published(one) for one in value]
         if name == "train_file" and value
         else published(value)
-        if name in ("model", "output_dir", "train_dir") and value
+        if name in ("model", "teacher", "output_dir", "train_dir") and value
         else value
         for name, value in arguments.items()
     }
@@ -58,7 +60,8 @@ class TrainingLog:
 
     steps, tokens: done so far. wall_seconds: loading of data, checkpoints and earlier parts of a resumed run
     included. entries: one dict per logged step: step, loss (nats per target token of that step's global batch),
-    learning_rate, grad_norm (before clipping), tokens_per_second (input tokens, since the entry before).
+    task_loss (the cross-entropy in it, where a teacher has a share), learning_rate, grad_norm (before clipping),
+    tokens_per_second (input tokens, since the entry before).
     """
 
     arguments: dict[str, Any]

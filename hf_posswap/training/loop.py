@@ -33,8 +33,16 @@ from ..record import KEY
 from ..scheme import Scheme, name_of, named
 from .arguments import FinetuneArguments
 from .checkpoints import STATE, find_checkpoint, leave_model_to_transformers, save_checkpoint, save_model
-from .checks import check_count, check_documents_apart, check_length, check_tokenizer, find_objective
-from .data import Batches, Blocks, read_documents, tokenize
+from .checks import (
+    check_count,
+    check_documents_apart,
+    check_length,
+    check_positions_spread,
+    check_tokenizer,
+    find_objective,
+)
+from .data import Batches, pack, read_documents, tokenize
+from .distil import Distillation, Teacher, make_teacher
 from .log import TrainingLog, without_paths
 from .loss import chunk_loss
 
@@ -70,8 +78,28 @@ def load(arguments: FinetuneArguments, scheme: Scheme | None = None) -> tuple[Pr
     return model, tokenizer
 
 
-def finetune(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: FinetuneArguments) -> TrainingLog:
+def load_teacher(arguments: FinetuneArguments) -> PreTrainedModel | None:
+    """The model that teaches, None where nothing is distilled. Raises PosSwapError where there is none to load."""
+    if not arguments.distil:
+        return None
+    folder = arguments.teacher or arguments.model
+    if folder is None:
+        raise PosSwapError(f"distil={arguments.distil:g} needs a teacher; give the folder of the unpatched model")
+    try:
+        return from_pretrained(folder, dtype="auto")
+    except OSError as error:
+        raise PosSwapError(f"teacher={folder!r} cannot be loaded: {error}") from error
+
+
+def finetune(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: FinetuneArguments,
+    teacher: PreTrainedModel | None = None,
+) -> TrainingLog:
     """Train a model in place, save it to `arguments.output_dir`, and return the log that is written beside it.
+
+    teacher: for `arguments.distil`, the model as it was before the swap; it is read, in eval mode, and not changed.
 
     The model is taken as it is: patch it first. It ends on the device it was trained on. To resume, the model must
     be the checkpoint's own (`load` sees to it).
@@ -90,36 +118,49 @@ def finetune(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, argumen
             "load the checkpoint's own model"
         )
     objective = find_objective(model, arguments.objective)
-    if objective == "masked" and arguments.packing == "documents":
-        raise PosSwapError("packing='documents' is for causal models; use packing='concat'")
+    if objective == "masked" and arguments.packing != "concat":
+        raise PosSwapError(f"packing={arguments.packing!r} is for causal models; use packing='concat'")
     check_tokenizer(tokenizer, model, objective)
-    check_length(model, arguments.block_size)
+    check_length(model, arguments)
+    if bool(arguments.distil) != (teacher is not None):
+        raise PosSwapError(f"distil={arguments.distil:g} and a teacher go together; one of them was given")
     if arguments.gradient_checkpointing and not model.supports_gradient_checkpointing:
         raise PosSwapError(f"gradient_checkpointing=True: {kind(model)} does not support it")
 
     with _accelerator(arguments) as accelerator, _trainable(model, arguments):
         set_seed(arguments.seed, device_specific=True)
         with accelerator.local_main_process_first():  # the others find the tokens in datasets' cache
-            blocks = Blocks(tokenize(read_documents(arguments), tokenizer), arguments.block_size)
+            blocks = pack(tokenize(read_documents(arguments), tokenizer), tokenizer, arguments)
         forwards = accelerator.num_processes * arguments.gradient_accumulation_steps
         global_batch_size = arguments.per_device_train_batch_size * forwards
         check_count(len(blocks), global_batch_size, blocks.tokens, arguments)
         model.to(accelerator.device)
-        if arguments.packing == "documents":
-            check_documents_apart(model)
+        if arguments.pose_length is not None:
+            check_positions_spread(model, arguments.pose_length)
+        if arguments.packing != "concat":
+            for one in filter(None, (model, teacher)):
+                check_documents_apart(one)
+        guide = distillation = None
+        if teacher is not None:
+            guide, distillation = _guided(model, teacher, arguments, objective, accelerator.device)
         log = TrainingLog(
             arguments=without_paths(asdict(arguments)),
             scheme=getattr(model.config, KEY, None),
             model_class=kind(model),
             parameters=model.num_parameters(),
             objective=objective,
-            chunked_loss=objective == "causal" and chunk_loss(model),
+            chunked_loss=chunk_loss(model, causal=objective == "causal", distillation=distillation),
             corpus_tokens=blocks.tokens,
             rows=len(blocks),
             block_size=arguments.block_size,
             longest_document=blocks.longest_document(),
             global_batch_size=global_batch_size,
         )
+        if distillation is not None and not log.chunked_loss:
+            raise PosSwapError(
+                f"distil={arguments.distil:g}: {kind(model)} makes more of its logits than its head does (a cap, a "
+                "scale, a loss of its own); use distil=0"
+            )
         log.describe_machine(accelerator)
         optimizer = _optimizer(model, arguments)
         scheduler = _scheduler(optimizer, arguments)
@@ -141,6 +182,7 @@ def finetune(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, argumen
             batches=Batches(blocks, tokenizer, arguments, objective, global_batch_size),
             arguments=arguments,
             log=log,
+            teacher=guide,
             started=started - log.wall_seconds,
         )
         run.announce()
@@ -159,6 +201,7 @@ class _Run:
     batches: Batches
     arguments: FinetuneArguments
     log: TrainingLog
+    teacher: Teacher | None
     started: float
 
     @property
@@ -168,12 +211,13 @@ class _Run:
     def announce(self) -> None:
         """Say what is about to be trained, on the main process."""
         log, arguments, processes = self.log, self.arguments, self.accelerator.num_processes
-        longest = log.longest_document if arguments.packing == "documents" else log.block_size
+        longest = log.block_size if arguments.packing == "concat" else log.longest_document
         meant = f" of the {log.scheme['length']} that the swap is meant for" if log.scheme else ""
         lines = [
             f"{log.objective} training of {log.model_class}, {log.parameters:,} parameters, on {processes} process(es) "
             f"({self.accelerator.device.type}), mixed precision: {self.accelerator.mixed_precision}",
-            f"{log.corpus_tokens:,} tokens of text in {log.rows:,} rows; longest training row: {longest} tokens{meant}",
+            f"{log.corpus_tokens:,} tokens of text in {log.rows:,} rows; longest training row: {longest} tokens{meant}"
+            + ("" if arguments.pose_length is None else f", at positions up to {arguments.pose_length - 1}"),
             f"global batch: {log.global_batch_size} rows = {arguments.per_device_train_batch_size} per forward x "
             f"{processes} process(es) x {arguments.gradient_accumulation_steps} accumulation step(s)",
         ]
@@ -214,15 +258,19 @@ class _Run:
         # accelerate divides by A in `backward`, and the gradients of W processes are averaged
         undo_means = accelerator.num_processes * arguments.gradient_accumulation_steps
         options = {"use_cache": False} if self.log.objective == "causal" else {}
-        total = torch.zeros((), device=accelerator.device)
+        totals = torch.zeros(2, device=accelerator.device)  # what is minimised, and the task's cross-entropy
         for batch, count in zip(batches, counts, strict=True):
             batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
             with accelerator.accumulate(self.model):
-                share = self.model(**batch, **options).loss * (count / targets)
+                if self.teacher is not None:
+                    with accelerator.autocast():
+                        options["taught"] = self.teacher.read(batch)
+                output = self.model(**batch, **options)
+                share = output.loss * (count / targets)
                 accelerator.backward(share * undo_means)
-                total += share.detach()
-        loss = accelerator.reduce(total).item()
-        self._check_loss(loss)
+                totals += torch.stack([share.detach(), output.get("task", output.loss).detach() * (count / targets)])
+        loss, task = accelerator.reduce(totals).tolist()
+        self._check_loss(loss, task)
         # without a limit the norm is still wanted for the log
         norm = accelerator.clip_grad_norm_(self.model.parameters(), arguments.max_grad_norm or math.inf)
         learning_rate = self.scheduler.get_last_lr()[0]
@@ -230,7 +278,8 @@ class _Run:
         self.optimizer.zero_grad()
         if not accelerator.optimizer_step_was_skipped:
             self.scheduler.step()
-        return {"loss": loss, "learning_rate": learning_rate, "grad_norm": float(norm)}
+        tasks = {} if self.teacher is None else {"task_loss": task}
+        return {"loss": loss, **tasks, "learning_rate": learning_rate, "grad_norm": float(norm)}
 
     def finish(self) -> None:
         """Write model, tokenizer and log."""
@@ -241,7 +290,7 @@ class _Run:
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
-    def _check_loss(self, loss: float) -> None:
+    def _check_loss(self, loss: float, task: float) -> None:
         step, limit = self.log.steps + 1, self.arguments.max_start_loss
         if not math.isfinite(loss):
             raise PosSwapError(
@@ -249,9 +298,9 @@ class _Run:
                 f"than {self.arguments.learning_rate:g}, more warmup_steps than {self.arguments.warmup_steps}, or "
                 f"another mixed_precision than {self.accelerator.mixed_precision!r}"
             )
-        if step == 1 and limit is not None and loss > limit:
+        if step == 1 and limit is not None and task > limit:
             raise PosSwapError(
-                f"max_start_loss={limit:g}: the first loss is {loss:.4f} nats per token, before any update; the swap "
+                f"max_start_loss={limit:g}: the first loss is {task:.4f} nats per token, before any update; the swap "
                 "or the text is not what that limit was measured with"
             )
 
@@ -326,6 +375,26 @@ def _trainable(model: PreTrainedModel, arguments: FinetuneArguments) -> Iterator
         if forward is not None:
             model.forward = forward
         model.train(training)
+
+
+def _guided(
+    model: PreTrainedModel,
+    teacher: PreTrainedModel,
+    arguments: FinetuneArguments,
+    objective: str,
+    device: torch.device,
+) -> tuple[Teacher, Distillation]:
+    """The teacher where it computes, and what its head has to say on the device of training."""
+    guide = make_teacher(
+        teacher,
+        model,
+        causal=objective == "causal",
+        longest=arguments.block_size,
+        layers=arguments.distil_hidden > 0,
+        device=torch.device("cpu") if arguments.teacher_device == "cpu" else device,
+    )
+    head = guide.head_on(device)
+    return guide, Distillation(head, arguments.distil, arguments.distil_temperature, arguments.distil_hidden)
 
 
 def _optimizer(model: PreTrainedModel, arguments: FinetuneArguments) -> torch.optim.Optimizer:
