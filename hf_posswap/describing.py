@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,9 @@ from .patching import config_before, record_of
 from .planning.layers import SECOND, second_config
 from .planning.plan import config_path, plain_state
 from .planning.rotary import build, has_second_factor, unscaled
-from .record import FOREIGN_ROPE_TYPE, NATIVE, PORTABLE, Record
+from .profile import Fit
+from .quiet import quiet
+from .record import FIT, FOREIGN_ROPE_TYPE, NATIVE, PORTABLE, Record
 from .scheme import Scheme, name_of, scheme_of
 from .serving import Served, serving
 from .sites import BIAS, EMBED, ROTARY, EmbedGeometry, RotaryGeometry
@@ -39,6 +40,7 @@ class SiteDescription:
 class Description:
     """What `describe` found. `length_had` and `length` are in tokens (patches); `storage` is None un-patched.
 
+    `fit`: how well its parameters did what the positions before did, when it was swapped in, where text chose them.
     `serving`: what inference servers make of the model once it is saved; read from their sources, not run.
     """
 
@@ -49,6 +51,7 @@ class Description:
     length: int
     scheme: str | None
     storage: str | None
+    fit: Fit | None = None
     serving: tuple[Served, ...] = ()
 
     def __str__(self) -> str:
@@ -64,6 +67,8 @@ class Description:
             PORTABLE: "portable: hf_posswap.from_pretrained loads it, or an Auto class with trust_remote_code=True",
         }
         lines.append(f"  storage  {meaning[self.storage]}")
+        if self.fit is not None:
+            lines.append(f"  fit      {self.fit}")
         lines += [f"  {'' if index else 'serving':8} {served}" for index, served in enumerate(self.serving)]
         return "\n".join(lines)
 
@@ -94,6 +99,7 @@ def describe(model: nn.Module) -> Description:
         length=length,
         scheme=None if record is None else name_of(record),
         storage=None if record is None else record.storage,
+        fit=Fit(**record.measured[FIT]) if record is not None and FIT in record.measured else None,
         serving=() if record is None else serving(anatomy.config.to_dict(), record, "FOLDER"),
     )
 
@@ -262,7 +268,7 @@ def probe(model: nn.Module) -> Probe:
         PosSwapError: not a transformers model, or one without a recognised site.
     """
     anatomy = examine(model)
-    with _quiet(model), torch.no_grad():
+    with quiet(model), torch.no_grad():
         subject = _ImageSubject(anatomy) if model.main_input_name == "pixel_values" else _TextSubject(anatomy)
         called = _rotary_calls(anatomy, subject)
         order, shift, distance = subject.order(), subject.shift(), subject.distance()
@@ -275,26 +281,6 @@ def probe(model: nn.Module) -> Probe:
         faults=tuple(_faults(anatomy, called)),
         tolerance=100 * torch.finfo(dtype).eps,  # rounding through a stack of layers
     )
-
-
-@contextmanager
-def _quiet(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and rotary buffers that a long input may have regrown put back."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    rotary = [m for m in model.modules() if follows_rotary_contract(m)]
-    state = [(m, dict(m._buffers), {n: b.clone() for n, b in m._buffers.items()}, plain_state(m)) for m in rotary]
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-        for module, buffers, values, plain in state:
-            module._buffers.update(buffers)
-            for name, value in values.items():
-                buffers[name].copy_(value)  # transformers writes longrope's into the buffer itself
-            for name, value in plain.items():
-                setattr(module, name, value)
 
 
 def _relative(a: Tensor, b: Tensor) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,7 @@ def patch_model(
     processor: Any = None,
     dry_run: bool = False,
     layers: Sequence[int] | None = None,
+    fit: Iterable[Any] | None = None,
     **params: Any,
 ) -> Any:
     """Swap the way a model knows where a token is, in place, and return the same model.
@@ -56,24 +57,33 @@ def patch_model(
         tokenizer, processor: their limits (tokens, pixels) are updated with the model's.
         dry_run: return the Plan, which prints itself, and change nothing.
         layers: indices of the layers that take the scheme; the others keep the positions they have. None: all.
+        fit: calibration text, an iterable of batches: (batch, sequence) token ids, dicts of a model's inputs, or with
+            tokenizer= strings (cut into rows of the trained length). The model is run on it before anything is
+            changed, and the scheme's learned parameters are chosen so that they do what the old positions did;
+            `describe` says how well.
         params: the scheme's own parameters, under transformers' names.
 
     Raises:
         PosSwapError: an argument is wrong, the pair is unsupported, or nothing would change. The model is then
             as it was, to the bit.
 
-    A patched model is patched anew from its un-patched original, and the same patch twice is one. Warns with
-    RecalibrationWarning where the model must be fine-tuned before it is of use.
+    A patched model is patched anew from its un-patched original, and the same patch twice is one (with fit=, the
+    second: it may be of other text). Warns with RecalibrationWarning where the model must be fine-tuned before it is
+    of use.
     """
     scheme = make_scheme(scheme, params)
     patch = patch_of(model)
-    if patch is not None and carries(model, scheme, layers) and not dry_run:
+    if patch is not None and fit is None and carries(model, scheme, layers) and not dry_run:
         _swap_limits(model, patch, limit_edits(model, _text(model), patch.record.length, tokenizer, processor))
         return model
     if patch is not None:
         _revert(model, patch)
     try:
         new = plan(model, scheme, tokenizer, processor, layers=layers)
+        if fit is not None:
+            from .fitting import fit_plan  # imports transformers' modeling code, seconds of it
+
+            fit_plan(new, fit, tokenizer)
         if not dry_run:
             install(model, new)
     except BaseException:

@@ -13,6 +13,7 @@ from .errors import PosSwapError, nearest
 KEY = "posswap"
 VERSION = 1
 DIGEST = "digest"
+FIT = "fit"  # in `measured`: how well parameters fit that were chosen on text, see `profile.Fit`
 NATIVE, PORTABLE = "native", "portable"
 
 # Stands where a rope_type would in a portable checkpoint: stock transformers stops at it instead of loading a
@@ -39,7 +40,7 @@ class Record:
     storage: str
     length: int
     original: dict[str, Any] = field(default_factory=dict)
-    measured: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
     source: str = ""
     layers: list[int] | None = None
     version: int = VERSION

@@ -123,6 +123,8 @@ class BiasChange:
     left (H, r), right (K, r) at the key places `keys` (K,).
     `temperature(position)`: a multiplier of the logits, any shape (...).
     `shared`: one set of parameters for all layers, else one for each.
+    `fit(profile)`: the values of all `parameters` by name that come closest to what other positions add to the logits
+    (`profile.Profile`); None where there is nothing to choose.
     """
 
     bias: Callable[[Tensors, Tensor], Tensor] | None = None
@@ -132,6 +134,7 @@ class BiasChange:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
     shared: bool = True
+    fit: Callable[[Any], dict[str, Tensor]] | None = None
 
     @property
     def absolute(self) -> bool:

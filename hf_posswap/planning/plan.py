@@ -26,7 +26,7 @@ class Plan:
     config: Any
     edits: list[Replace | Hook] = field(default_factory=list)
     original: dict[str, Any] = field(default_factory=dict)
-    measured: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
     source: str = ""
     storage: str = NATIVE
     length: int = 0
