@@ -174,17 +174,19 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(lines)[:300]}"
 
 
-def forward(model: PreTrainedModel, length: int = 16) -> Tensor:
-    """Logits of random text, (1, length, vocabulary); models that read codebooks get the text once for each."""
-    generator = torch.Generator().manual_seed(0)
+def inputs(model: PreTrainedModel, length: int = 16, seed: int = 0) -> dict[str, Tensor]:
+    """Random text (1, length), also for the decoder; models that read codebooks get it once for each."""
+    generator = torch.Generator().manual_seed(seed)
     rows = getattr(model.config, "num_codebooks", 1)
     stop = min(WORDS.stop, getattr(model.config.get_text_config(), "vocab_size", VOCAB))
     ids = torch.randint(WORDS.start, stop, (1, length), generator=generator).expand(rows, -1)
-    inputs = {"input_ids": ids}
-    if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = ids.flip(-1)
+    return {"input_ids": ids} | ({"decoder_input_ids": ids.flip(-1)} if model.config.is_encoder_decoder else {})
+
+
+def forward(model: PreTrainedModel, length: int = 16) -> Tensor:
+    """Logits of random text, (1, length, vocabulary)."""
     with torch.no_grad():
-        return model(**inputs).logits
+        return model(**inputs(model, length)).logits
 
 
 # --- tiny configs
