@@ -159,10 +159,25 @@ class Anatomy:
     def config(self) -> PreTrainedConfig:
         return text_config(self.model)
 
+    def text_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """(path, module) of the text stack and what is around it, without vision towers and other parts whose config
+        neither is nor holds the text's.
+        """
+        others: tuple[str, ...] = ()
+        for path, module in self.model.named_modules():
+            config = getattr(module, "config", None)
+            if isinstance(config, type(self.config)) or not hasattr(config, "get_text_config"):
+                foreign = False
+            else:
+                foreign = config.get_text_config() is not self.config
+            others += (f"{path}.",) if foreign else ()
+            if not f"{path}.".startswith(others):
+                yield path, module
+
     def layers(self) -> tuple[str, nn.ModuleList]:
         """(path, layers) of the text stack (of the image stack, where there is no text)."""
         count = self.config.num_hidden_layers
-        lists = [(p, m) for p, m in self.model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+        lists = [(p, m) for p, m in self.text_modules() if isinstance(m, nn.ModuleList) and len(m)]
         # a few models count sub-layers or build several stacks: then the first list of layers that attend
         attending = [(p, m) for p, m in lists if "position_embeddings" in inspect.signature(m[0].forward).parameters]
         found = [(p, m) for p, m in lists if len(m) == count] or attending
@@ -173,12 +188,13 @@ class Anatomy:
     def first_layer(self) -> tuple[str, nn.Module, nn.Module]:
         """(path, module) of the first layer, and the stack that calls it.
 
-        Raises PosSwapError where they do not take `position_ids`: nothing could then be added there by position.
+        Raises PosSwapError where they do not take `position_ids`: nothing could then be added there by position. A
+        layer may take it as one of its further keywords, which it hands to its attention.
         """
         path, layers = self.layers()
         stack = self.model.get_submodule(path.rpartition(".")[0])
-        for module in (stack, layers[0]):
-            if "position_ids" not in inspect.signature(module.forward).parameters:
+        for module, names in ((stack, {"position_ids"}), (layers[0], {"position_ids", "kwargs"})):
+            if not names & inspect.signature(module.forward).parameters.keys():
                 raise PosSwapError(
                     f"{kind(module)} takes no position_ids, so no position vector can be added to {path}.0"
                 )

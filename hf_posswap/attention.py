@@ -233,7 +233,7 @@ def attend(
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         query, key, value = attached.extended(query, key, value, scaling)
         output, weights = forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-        return output[..., :width], weights
+        return output[..., :width].contiguous(), weights  # some models take a view of it
     bias = attached.once("bias", query, key.shape[2], places, lambda: attached.dense(query, key, places, positions))
     if kwargs.get("position_bias") is not None:  # the model's own, silenced
         bias = bias + kwargs["position_bias"]

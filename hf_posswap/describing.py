@@ -146,9 +146,18 @@ def _describe_rotary(anatomy: Anatomy, record: Record | None) -> SiteDescription
     had, has = (" / ".join(dict.fromkeys(n[side] for n in names)) for side in (0, 1))
     if record is not None and record.layers is not None and not scheme_of(record).stacks:
         has = _in_layers(record, had, record.scheme if ROTARY in scheme_of(record).sites else NOTHING)
+    if _silenced_here(anatomy, record):
+        has, details = record.scheme if ROTARY in scheme_of(record).sites else NOTHING, []
     if record is not None and "pairing" in record.original:
         details.append(f"pairing={record.params['pairing']}")
     return SiteDescription(ROTARY, had, has, "; ".join(details))
+
+
+def _silenced_here(anatomy: Anatomy, record: Record | None) -> bool:
+    """Whether this package, and no key of the config, keeps the rotation of a model from turning."""
+    if record is None or record.storage != PORTABLE or record.layers is not None:
+        return False
+    return ROTARY in scheme_of(record).silences(anatomy.sites)
 
 
 def _describe_table(anatomy: Anatomy, record: Record | None) -> SiteDescription:
@@ -439,8 +448,7 @@ def _rotary_modules(anatomy: Anatomy) -> dict[str, nn.Module]:
 
 def _faults(anatomy: Anatomy, called: set[str]) -> Iterator[str]:
     record = record_of(anatomy.model)
-    foreign = FOREIGN_ROPE_TYPE in str(getattr(anatomy.config, "rope_parameters", None))
-    silenced_here = record is not None and record.storage == PORTABLE and foreign
+    silenced_here = _silenced_here(anatomy, record)
     for path, module in _rotary_modules(anatomy).items():
         if path not in called:
             yield f"{path}: no forward pass reads this rotary module; what it holds has no effect"

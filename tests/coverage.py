@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMITTED = ROOT / "docs" / "coverage.json"
 RELOAD = Path(__file__).with_name("reload.py")
 WORKS, REFUSED, WRONG = "works", "refused", "wrong"
-TOLERANCE = 5e-5  # of the largest logit: float32 rounding through a few layers in another order
+TOLERANCE = 2e-4  # of the largest logit: float32 rounding through a few layers in another order
 LENGTH = 16
 PLAIN = "plain"  # the checkpoint of a model that is not patched
 BATCH = 20  # types that share the two fresh processes of law 7
@@ -147,7 +147,7 @@ def unchanged(model: Any, logits: Tensor, before: tuple[Any, ...], when: str) ->
 
 
 def try_patch(model: Any, scheme: str, logits: Tensor, before: tuple[Any, ...]) -> str | tuple[str, dict[str, Any]]:
-    """The attempt that took, with the model patched, or why the first was refused."""
+    """The attempt that took, with the model patched, or why the last was refused."""
     reason = None
     for name, params in attempts(scheme, model):
         try:
@@ -157,7 +157,7 @@ def try_patch(model: Any, scheme: str, logits: Tensor, before: tuple[Any, ...]) 
             if "is not a tokenizer" in str(error):  # the last thing that a patch can fail at
                 patch_model(model, name, **params)
                 return name, params
-            reason = reason or str(error)
+            reason = str(error)
         else:
             raise Wrong(f"law 12: {name} took object() for a tokenizer")
     return reason
@@ -218,6 +218,7 @@ def survey(task: str, model_type: str, root: Path) -> dict[str, Any]:
             text = str(error) if isinstance(error, Wrong) else zoo.reason(error)
             cells[scheme] = f"{WRONG}: {text}"
             model = zoo.build(model_type, task)
+            save(model, zoo.forward(model), root / f"{task}.{model_type}.{PLAIN}")
     return record | {"sites": sites, "laws": laws, "cells": cells}
 
 

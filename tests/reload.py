@@ -50,12 +50,19 @@ def load(folder: Path):
     return cls.from_pretrained(folder, **how)
 
 
+def aligned(model):
+    """Weights mapped from a file start at any address, and some kernels then add in another order."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
+
+
 for folder in sorted(FOLDER.iterdir()):
     if MODE in ("forced", "travel") and "auto_map" not in json.loads((folder / "config.json").read_text()):
         continue
     try:
         with torch.no_grad():
-            result = {"logits": load(folder).eval()(**load_file(folder / "inputs.st")).logits.contiguous()}
+            result = {"logits": aligned(load(folder)).eval()(**load_file(folder / "inputs.st")).logits.contiguous()}
         save_file(result, folder / f"{MODE}.st")
     except Exception as error:
         (folder / f"{MODE}.error").write_text(f"{type(error).__name__}: {error}")

@@ -94,6 +94,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 16},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "nystromformer": {"conv_kernel_size": 5},
+    "phimoe": {
+        "rope_parameters": {
+            **ROPE,
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+            "short_mscale": 1.1,
+            "long_mscale": 1.2,
+            "original_max_position_embeddings": 16,
+        },
+    },
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,
@@ -108,6 +119,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "axial_pos_embds_dim": [16, 48],
         "local_attn_chunk_length": 8,
         "lsh_attn_chunk_length": 8,
+        "hash_seed": 0,
     },
     "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2, "depths": [1] * 7},
     "vibevoice_asr": {"acoustic_tokenizer_chunk_size": 3200},

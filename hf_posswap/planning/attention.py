@@ -68,7 +68,7 @@ def find_attention(new: Plan, scheme: Scheme) -> AttentionSite:
     own = own_attention(model)
     found = {
         path: module
-        for path, module in model.named_modules()
+        for path, module in new.anatomy.text_modules()
         if (module in own or _calls_interface(module))
         and getattr(module, "config", config).__class__ is config.__class__
         and path.rpartition(".")[2] not in CROSS
@@ -78,12 +78,22 @@ def find_attention(new: Plan, scheme: Scheme) -> AttentionSite:
             f"{scheme.name} works inside attention, and {kind(model)} has an attention of its own that does not go "
             "through transformers' attention interface"
         )
+    refuse_other_keys(scheme, found)
     first = next(iter(found.values()))
     if "kwargs" not in inspect.signature(first.forward).parameters:
         raise PosSwapError(f"{scheme.name}: the attention of {kind(model)} takes no further keywords")
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads
     return AttentionSite(_stacks(new, found), own, heads, head_dim)
+
+
+def refuse_other_keys(scheme: Scheme, found: dict[str, nn.Module]) -> None:
+    """Raise where the keys of a layer are not its own tokens': shared between layers, or several tokens in one."""
+    for path, module in found.items():
+        if getattr(module, "is_kv_shared_layer", False):
+            raise PosSwapError(f"{scheme.name}: {path} reads the keys of another layer, whose places it is not told")
+        if isinstance(getattr(module, "compressor", None), nn.Module):
+            raise PosSwapError(f"{scheme.name}: {path} compresses several tokens into one key, which has no place")
 
 
 def _calls_interface(module: nn.Module) -> bool:

@@ -126,6 +126,17 @@ def config_path(config: Any, inner: Any) -> str:
     return ""
 
 
+def invalid(config: Any) -> Exception | None:
+    """What transformers' own check of a config, made at every save, finds wrong with it."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        getattr(config, "validate", bool)()  # configs of remote code may have none
+    except StrictDataclassError as error:
+        return error
+    return None
+
+
 def refuse_quantised(model: nn.Module, what: str) -> None:
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
         raise PosSwapError(

@@ -22,6 +22,9 @@ from ..sites import EmbedChange, EmbedGeometry
 from .plan import Plan, plain_state, refuse_quantised
 
 
+STREAMS = ("hc_mult", "hc_count")  # where configs of models with hyper-connections count the streams between layers
+
+
 def embed_geometry(new: Plan) -> EmbedGeometry:
     """What an embed scheme is told of the site: the table, or the token embeddings it would be added to."""
     table = new.anatomy.table
@@ -142,8 +145,15 @@ def install_addition(new: Plan, scheme: Scheme) -> None:
         computed = {"table": vectors(torch.arange(change.length))} if scheme.trainable else {"vectors": vectors}
         vectors = _concatenate(new, scheme, change, **computed)
     stack_names, names = (tuple(inspect.signature(m.forward).parameters) for m in (stack, layer))
-    new.edits.append(Hook(stack, partial(parts.positions_from_mask, names=stack_names), kind(stack)))
-    new.edits.append(Hook(layer, partial(parts.add_positions, names=names, vectors=vectors), path))
+    for module in dict.fromkeys((new.anatomy.model.base_model, stack)):  # the whole may number tokens for its stack
+        of_module = tuple(inspect.signature(module.forward).parameters)
+        if "position_ids" in of_module:
+            new.edits.append(Hook(module, partial(parts.positions_from_mask, names=of_module), kind(module)))
+    if "position_ids" not in names:
+        new.edits.append(Hook(stack, partial(parts.tell_positions, names=stack_names), kind(stack)))
+    streams = next((n for n in (getattr(new.text, key, None) for key in STREAMS) if n), 1)
+    add = partial(parts.add_positions, names=names, vectors=vectors, streams=streams)
+    new.edits.append(Hook(layer, add, path))
     if scheme.trainable:
         new.length = change.length
         longest = partial(parts.refuse_longer, names=stack_names, limit=change.length)
