@@ -73,11 +73,11 @@ def travel_of(anatomy: Anatomy, scheme: Scheme, steps: Sequence[Any]) -> Travel:
 
 def _declared_in(anatomy: Anatomy) -> Iterator[tuple[str, str]]:
     """(module, name) of the declarations that this model's family is known by."""
-    attentions = own_attention(anatomy.model).values()
+    attentions, families = own_attention(anatomy.model).values(), {table.family for table in anatomy.tables}
     for file in pkgutil.iter_modules(anatomies.__path__):
         module = f"{anatomies.__name__}.{file.name}"
         declarations = vars(importlib.import_module(module))
-        if anatomy.table is not None and getattr(declarations.get("TABLE"), "family", None) == anatomy.table.family:
+        if getattr(declarations.get("TABLE"), "family", None) in families:
             yield module, "TABLE"
         if declarations.get("ATTENTION") in attentions:
             yield module, "ATTENTION"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .errors import PosSwapError
-
 
 TOLD = "posswap_positions"  # the keyword by which a stack tells its first layer where tokens stand
 
@@ -146,6 +146,12 @@ def refuse_longer(
                 f"patch_model(model, 'learned', max_positions={length}) makes room"
             )
     return args, kwargs
+
+
+def no_vectors(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """The forward of a silenced module of position vectors: zeros (1, 1, 1), for any tokens."""
+    tensor = next(chain(module.parameters(), module.buffers()))
+    return torch.zeros(1, 1, 1, dtype=tensor.dtype, device=tensor.device)
 
 
 def without_positions(

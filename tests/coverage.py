@@ -10,7 +10,6 @@ asked of a patched model where the model obeys it before it is patched.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import multiprocessing
 import os
@@ -41,6 +40,7 @@ RELOAD = Path(__file__).with_name("reload.py")
 WORKS, REFUSED, WRONG = "works", "refused", "wrong"
 TOLERANCE = 2e-4  # of the largest logit: float32 rounding through a few layers in another order
 LENGTH = 16
+LAYERS = "layer_types"
 PLAIN = "plain"  # the checkpoint of a model that is not patched
 BATCH = 20  # types that share the two fresh processes of law 7
 SCHEMES = ("nope", "yarn", "rope", "alibi", "sinusoidal", "learned")
@@ -49,10 +49,11 @@ SCHEMES = ("nope", "yarn", "rope", "alibi", "sinusoidal", "learned")
 def attempts(scheme: str, model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """(scheme, parameters), best first: the first that is not refused fills the cell."""
     rotary = find_rotary(model)
-    types = {"layer_types": rotary.layer_types} if rotary is not None and rotary.layer_types else {}
+    types = {LAYERS: rotary.layer_types} if rotary is not None and rotary.layer_types else {}
     if scheme == "yarn":
         yield from [("yarn", {"factor": 4}), ("yarn", {"factor": 4} | types)]
         yield from [("ntk", {"factor": 4}), ("ntk", {"factor": 4} | types)]
+        yield "yarn", {"factor": 4, "original_max_position_embeddings": 2 * LENGTH}
     elif scheme == "rope":
         yield from [("rope", {"rope_theta": 2e5}), ("rope", {"rope_theta": 2e5} | types)]
     else:
@@ -177,12 +178,13 @@ def cell(model: Any, scheme: str, laws: list[str], folder: Path) -> str:
         zoo.forward(model, zoo.LARGEST + LENGTH)
     faults = broken(measure(model, laws))
     if faults:
-        raise Wrong("; ".join(f"{law}: {value if isinstance(value, str) else f'{value:.1e}'}" for law, value in faults.items()))
+        found = (f"{law}: {value if isinstance(value, str) else f'{value:.1e}'}" for law, value in faults.items())
+        raise Wrong("; ".join(found))
     save(model, patched, folder)
     storage = record_of(model).storage
     unchanged(unpatch_model(model), logits, before, "law 8: patch and undo")
-    given = "" if name == scheme and params.keys() <= {"factor", "rope_theta", "init"} else f", as {name}"
-    return f"{WORKS}: {storage}{given}" + (f" of {' and '.join(params['layer_types'])}" if "layer_types" in params else "")
+    instead = "" if name == scheme else f", as {name}"
+    return f"{WORKS}: {storage}{instead}" + (f" of {', '.join(params[LAYERS])}" if LAYERS in params else "")
 
 
 def save(model: Any, logits: Tensor, folder: Path) -> None:
@@ -236,7 +238,9 @@ def batch(pairs: list[tuple[str, str]], work: Path) -> list[dict[str, Any]]:
         records = [survey(task, model_type, root) for task, model_type in pairs]
         environment = os.environ | {"HF_MODULES_CACHE": str(root.parent / f"{root.name}-modules")}
         for mode in ("stock", "package"):
-            subprocess.run([sys.executable, RELOAD, mode, root], check=True, env=environment, cwd=ROOT, capture_output=True)
+            subprocess.run(
+                [sys.executable, RELOAD, mode, root], check=True, env=environment, cwd=ROOT, capture_output=True
+            )
         for record in records:
             checkpoint = f"{record['task']}.{record['type']}"
             if "cells" in record and not (fault := round_trip(root / f"{checkpoint}.{PLAIN}", native=True)):

@@ -27,9 +27,10 @@ def plan(
     tokenizer: Any = None,
     processor: Any = None,
     layers: Sequence[int] | None = None,
+    stack: str | None = None,
 ) -> Plan:
     """Everything `patch_model` would do, checked, in order. Raises PosSwapError if any of it cannot be done."""
-    anatomy = examine(model)
+    anatomy = examine(model).within(stack)
     if anatomy.rotary is not None:
         refuse_foreign_rotary(model, anatomy.rotary)
         if getattr(anatomy.config, "max_position_embeddings", None) is None:

@@ -145,8 +145,8 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
     for module in modules:
         if module in site.own:
             _reroute(new, module, site.own[module])
-    if new.anatomy.table is not None and not scheme.stacks:
-        new.edits.append(_unlimited(new.anatomy.table))
+    if not scheme.stacks:
+        new.edits += [_unlimited(table) for table in new.anatomy.tables]
     own = f"{attention.PREFIX}{attention.DENSE}{new.anatomy.config._attn_implementation}" if site.own else None
     new.edits.append(attention.Route(modules, site.stacks[0].path, own))
     for path, module in model.named_modules():
@@ -212,13 +212,14 @@ def _reroute(new: Plan, module: nn.Module, declaration: AttentionDeclaration) ->
         new.replace(stack, name, value)
 
 
-def _unlimited(table: TableSite) -> Hook:
+def _unlimited(table: TableSite) -> Hook | Replace:
     """A silenced table holds nobody back: what is installed inside attention has no last position."""
     where = table.path.rpartition(".")[0]
-    reader = table.owner if "position_ids" in table.buffers else getattr(table.owner, table.attribute)
-    names = tuple(inspect.signature(reader.forward).parameters)
-    argument = "position_ids" if "position_ids" in names else names[0]
-    return Hook(reader, partial(parts.without_positions, names=names, argument=argument), where)
+    if "position_ids" not in table.buffers:
+        reader = getattr(table.owner, table.attribute)
+        return Replace(reader, "forward", partial(parts.no_vectors, reader), table.path)
+    names = tuple(inspect.signature(table.owner.forward).parameters)
+    return Hook(table.owner, partial(parts.without_positions, names=names, argument="position_ids"), where)
 
 
 def trained_length(new: Plan) -> int:

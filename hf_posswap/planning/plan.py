@@ -99,6 +99,7 @@ class Plan:
             measured=self.measured,
             source=published(self.source),
             layers=None if self.layers is None else list(self.layers),
+            stack=self.anatomy.stack,
         )
 
     def __str__(self) -> str:
