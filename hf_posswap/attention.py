@@ -266,7 +266,7 @@ def attend(
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         query, key, value = attached.extended(query, key, value, scaling)
         output, weights = forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-        return output[..., :width], weights
+        return output[..., :width].contiguous(), weights  # some models take a view of it
     kwargs["position_bias"] = None  # the model's own, silenced
     if backend == "flex_attention" and change.placed is None:
         values = attached.once("values", query, key.shape[2], places, lambda: attached.by_distance(query, key, places))

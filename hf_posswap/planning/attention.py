@@ -68,7 +68,7 @@ def find_attention(new: Plan, scheme: Scheme) -> AttentionSite:
     own = own_attention(model)
     found = {
         path: module
-        for path, module in model.named_modules()
+        for path, module in new.anatomy.text_modules()
         if (module in own or _calls_interface(module))
         and getattr(module, "config", config).__class__ is config.__class__
         and path.rpartition(".")[2] not in CROSS
@@ -78,6 +78,7 @@ def find_attention(new: Plan, scheme: Scheme) -> AttentionSite:
             f"{scheme.name} works inside attention, and {kind(model)} has an attention of its own that does not go "
             "through transformers' attention interface"
         )
+    refuse_other_keys(scheme, found)
     first = next(iter(found.values()))
     if "kwargs" not in inspect.signature(first.forward).parameters:
         raise PosSwapError(f"{scheme.name}: the attention of {kind(model)} takes no further keywords")
@@ -89,6 +90,15 @@ def find_attention(new: Plan, scheme: Scheme) -> AttentionSite:
         )
     head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads
     return AttentionSite(_stacks(new, found, own), own, heads, head_dim)
+
+
+def refuse_other_keys(scheme: Scheme, found: dict[str, nn.Module]) -> None:
+    """Raise where the keys of a layer are not its own tokens': shared between layers, or several tokens in one."""
+    for path, module in found.items():
+        if getattr(module, "is_kv_shared_layer", False):
+            raise PosSwapError(f"{scheme.name}: {path} reads the keys of another layer, whose places it is not told")
+        if isinstance(getattr(module, "compressor", None), nn.Module):
+            raise PosSwapError(f"{scheme.name}: {path} compresses several tokens into one key, which has no place")
 
 
 def _calls_interface(module: nn.Module) -> bool:
@@ -144,8 +154,8 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
     for module in modules:
         if module in site.own:
             _reroute(new, module, site.own[module])
-    if new.anatomy.table is not None and not scheme.stacks:
-        new.edits.append(_unlimited(new.anatomy.table))
+    if not scheme.stacks:
+        new.edits += [_unlimited(table) for table in new.anatomy.tables]
     own = f"{attention.PREFIX}{attention.DENSE}{new.anatomy.config._attn_implementation}" if site.own else None
     new.edits.append(attention.Route(modules, site.stacks[0].path, own))
     for path, module in model.named_modules():
@@ -200,13 +210,14 @@ def _reroute(new: Plan, module: nn.Module, declaration: AttentionDeclaration) ->
         new.replace(stack, name, value)
 
 
-def _unlimited(table: TableSite) -> Hook:
+def _unlimited(table: TableSite) -> Hook | Replace:
     """A silenced table holds nobody back: what is installed inside attention has no last position."""
     where = table.path.rpartition(".")[0]
-    reader = table.owner if "position_ids" in table.buffers else getattr(table.owner, table.attribute)
-    names = tuple(inspect.signature(reader.forward).parameters)
-    argument = "position_ids" if "position_ids" in names else names[0]
-    return Hook(reader, partial(parts.without_positions, names=names, argument=argument), where)
+    if "position_ids" not in table.buffers:
+        reader = getattr(table.owner, table.attribute)
+        return Replace(reader, "forward", partial(parts.no_vectors, reader), table.path)
+    names = tuple(inspect.signature(table.owner.forward).parameters)
+    return Hook(table.owner, partial(parts.without_positions, names=names, argument="position_ids"), where)
 
 
 def trained_length(new: Plan) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import parts
-from ..anatomy import TableSite, kind
+from ..anatomy import Anatomy, TableSite, kind
 from ..concat import Concatenation, project
 from ..edits import Hook, Replace, same
 from ..errors import PosSwapError
@@ -21,13 +21,14 @@ from ..scheme import Scheme
 from ..sites import EmbedChange, EmbedGeometry
 from .plan import Plan, plain_state, refuse_quantised
 
+STREAMS = ("hc_mult", "hc_count")  # where configs of models with hyper-connections count the streams between layers
 
-def embed_geometry(new: Plan) -> EmbedGeometry:
+
+def embed_geometry(new: Plan, table: TableSite | None = None) -> EmbedGeometry:
     """What an embed scheme is told of the site: the table, or the token embeddings it would be added to."""
-    table = new.anatomy.table
     if table is not None:
         rows = table.rows[table.reserved :].float()
-        rms = partial(_measure, new, rows, "this model's table")
+        rms = partial(_measure, new, rows, "this model's table", rms_key(new.anatomy, table))
         return EmbedGeometry(rows.shape[-1], len(rows), rows, rms, table.grid, table.patch)
     embeddings, config = new.anatomy.model.get_input_embeddings(), new.anatomy.config
 
@@ -35,23 +36,41 @@ def embed_geometry(new: Plan) -> EmbedGeometry:
         with torch.no_grad():
             return embeddings(torch.arange(min(1024, embeddings.weight.shape[0]), device=embeddings.weight.device))
 
-    rms = partial(_measure, new, sample, "this model's token embedding")
+    rms = partial(_measure, new, sample, "this model's token embedding", "rms")
     return EmbedGeometry(config.hidden_size, config.max_position_embeddings, None, rms)
 
 
-def _measure(new: Plan, vectors: Tensor | Callable[[], Tensor], what: str) -> float:
+def rms_key(anatomy: Anatomy, table: TableSite) -> str:
+    """The name in a record of a table's root mean square."""
+    return "rms" if table is anatomy.table else f"rms {table.path}"
+
+
+def _measure(new: Plan, vectors: Tensor | Callable[[], Tensor], what: str, key: str) -> float:
     """Root mean square, remembered for the record; a reload uses the remembered number."""
-    if "rms" not in new.measured:
+    if key not in new.measured:
         vectors = vectors() if callable(vectors) else vectors
         if vectors.is_meta:
             raise PosSwapError(f"scale='match': {what} is on the meta device and has no values; load it first")
-        new.measured["rms"] = root_mean_square(vectors)
-    return new.measured["rms"]
+        new.measured[key] = root_mean_square(vectors)
+    return new.measured[key]
 
 
 def install_table(new: Plan, scheme: Scheme) -> None:
-    table = new.anatomy.table
-    change = scheme.embed(embed_geometry(new))
+    if not new.anatomy.tables:
+        raise PosSwapError(f"{scheme.name}: {kind(new.anatomy.model)} computes its sinusoids, and has no table to fill")
+    for table in new.anatomy.tables:
+        _fill_table(new, scheme, table)
+
+
+def _fill_table(new: Plan, scheme: Scheme, table: TableSite) -> None:
+    change = scheme.embed(embed_geometry(new, table))
+    if change.projection is not None and new.anatomy.model.config.is_encoder_decoder:
+        raise PosSwapError(f"{scheme.name}: combine='concat' is for models of one stack")
+    if change.length != table.length and new.anatomy.stack is not None:
+        raise PosSwapError(
+            f"{scheme.name}: stack={new.anatomy.stack!r}: one config key says the length of both tables; leave stack "
+            f"out, or keep {table.length} positions"
+        )
     if change.projection is not None and change.length != table.length:
         raise PosSwapError(
             f"{scheme.name}: max_positions={change.length}: combine='concat' does not resize a table, and this "
@@ -69,9 +88,16 @@ def install_table(new: Plan, scheme: Scheme) -> None:
 
 
 def silence_table(new: Plan, scheme: Scheme) -> None:
-    table = new.anatomy.table
-    _write_table(new, table, torch.zeros_like(table.rows), trainable=False)
-    new.length = table.length
+    """Zero rows; where there are none, a module that computes its vectors returns zeros."""
+    for table in new.anatomy.tables:
+        _write_table(new, table, torch.zeros_like(table.rows), trainable=False)
+        new.length = table.length
+    for path, module in new.anatomy.fixed.items():
+        new.edits.append(Replace(module, "forward", partial(parts.no_vectors, module), path))
+        new.length = new.anatomy.config.max_position_embeddings
+        new.effective = True
+        new.guard()
+        new.storage = PORTABLE
 
 
 def _write_table(new: Plan, table: TableSite, rows: Tensor, trainable: bool) -> None:
@@ -90,6 +116,8 @@ def _resize_around(new: Plan, table: TableSite, change: EmbedChange) -> None:
     """Everything that has the table's length: index buffers, the config, the patch grid, the length check."""
     new.length = change.length
     rows = change.length + table.reserved
+    if rows != table.rows.shape[0]:
+        _refuse_mask(new, table)
     owner_path = table.path.rpartition(".")[0]
     if table.grid is not None:
         _resize_image(new, table, change.grid)
@@ -103,6 +131,14 @@ def _resize_around(new: Plan, table: TableSite, change: EmbedChange) -> None:
     names = tuple(inspect.signature(table.owner.forward).parameters)
     check = partial(parts.refuse_longer, names=names, limit=change.length)
     new.edits.append(Hook(table.owner, check, owner_path))
+
+
+def _refuse_mask(new: Plan, table: TableSite) -> None:
+    rows = table.rows.shape[0]
+    for path, buffer in new.anatomy.model.named_buffers():
+        if table.grid is None and buffer.dim() >= 2 and buffer.shape[-2:] == (rows, rows):
+            model = kind(new.anatomy.model)
+            raise PosSwapError(f"{new.scheme}: {model} holds a mask of {rows} x {rows} at {path}, which is not resized")
 
 
 def _resize_image(new: Plan, table: TableSite, grid: tuple[int, int]) -> None:
@@ -142,8 +178,15 @@ def install_addition(new: Plan, scheme: Scheme) -> None:
         computed = {"table": vectors(torch.arange(change.length))} if scheme.trainable else {"vectors": vectors}
         vectors = _concatenate(new, scheme, change, **computed)
     stack_names, names = (tuple(inspect.signature(m.forward).parameters) for m in (stack, layer))
-    new.edits.append(Hook(stack, partial(parts.positions_from_mask, names=stack_names), kind(stack)))
-    new.edits.append(Hook(layer, partial(parts.add_positions, names=names, vectors=vectors), path))
+    for module in dict.fromkeys((new.anatomy.model.base_model, stack)):  # the whole may number tokens for its stack
+        of_module = tuple(inspect.signature(module.forward).parameters)
+        if "position_ids" in of_module:
+            new.edits.append(Hook(module, partial(parts.positions_from_mask, names=of_module), kind(module)))
+    if "position_ids" not in names:
+        new.edits.append(Hook(stack, partial(parts.tell_positions, names=stack_names), kind(stack)))
+    streams = next((n for n in (getattr(new.text, key, None) for key in STREAMS) if n), 1)
+    add = partial(parts.add_positions, names=names, vectors=vectors, streams=streams)
+    new.edits.append(Hook(layer, add, path))
     if scheme.trainable:
         new.length = change.length
         longest = partial(parts.refuse_longer, names=stack_names, limit=change.length)
