@@ -259,6 +259,10 @@ def examine(model: PreTrainedModel) -> Anatomy:
         hint = f"; patch the model inside first (it seems to be under .{inner}), then wrap it" if inner else ""
         raise PosSwapError(f"model={kind(model)} is not a transformers model{hint}")
     anatomy = find_sites(model)
+    if not anatomy.sites and getattr(model, "_is_stateful", False):  # transformers' mark of a recurrent state
+        raise PosSwapError(
+            f"{kind(model)} (model_type {model.config.model_type!r}) has no positions to swap: it knows order by recurrence"
+        )
     if not anatomy.sites:
         raise PosSwapError(
             f"{kind(model)} (model_type {model.config.model_type!r}) has no site this package recognises: no module "
