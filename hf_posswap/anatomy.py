@@ -127,18 +127,20 @@ class AttentionDeclaration:
 
     `holds`: attributes by which an attention module of the family is known. `project(module, call)`: query
     (B, H, S, D), key and value (B, H', S, D) from the arguments of a call of its forward, by name.
-    `finish(module, output, call)`: what the forward makes of the attention output (B, S, H D). `scaling`: attribute
-    that multiplies the logits; `dropout(module)` its probability; `groups(module)`: H / H', 1 where None; `cache`: the
-    argument that is the cache. `switch`: key of the config that says whether there is ALiBi; where None there always
-    is, in every layer by itself. `off`: what the attributes of a stack that adds it for all layers are without it.
+    `finish(module, output, call)`: what the forward makes of the attention output (B, S, H D). `scaling(module)`
+    multiplies the logits; `dropout(module)` is its probability; `groups(module)`: H / H', 1 where None; `cache`: the
+    argument that is the cache, if there is one. `causal`: keys never follow queries. `switch`: key of the config that
+    says whether there is ALiBi; where None there always is, in every layer by itself. `off`: what the attributes of a
+    stack that adds it for all layers are without it.
     """
 
     holds: tuple[str, ...]
     project: Callable[[nn.Module, Mapping[str, Any]], tuple[Tensor, Tensor, Tensor]]
     finish: Callable[[nn.Module, Tensor, Mapping[str, Any]], Tensor]
-    scaling: str
+    scaling: Callable[[nn.Module], float]
     dropout: Callable[[nn.Module], float]
-    cache: str
+    cache: str | None = None
+    causal: bool = True
     groups: Callable[[nn.Module], int] | None = None
     switch: str | None = None
     off: Mapping[str, Any] = field(default_factory=dict)

@@ -297,15 +297,26 @@ def test_gpt2_that_computes_eager_attention_by_itself_is_refused_there():
         model.set_attn_implementation("eager")
 
 
-def test_context_parallelism_is_refused(monkeypatch):
-    from accelerate import ParallelismConfig
-    from accelerate.state import AcceleratorState
+@pytest.fixture
+def process_group():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
 
-    monkeypatch.setitem(AcceleratorState._shared_state, "parallelism_config", ParallelismConfig(cp_size=2))
-    model = FAMILIES["llama"].build()
-    with pytest.raises(PosSwapError, match=r"alibi: cp_size=2 splits a sequence"):
-        patch_model(model, "alibi")
-    patch_model(model, "yarn", factor=4)  # in the model's own rotation
+
+@pytest.mark.parametrize(
+    ("family", "scheme"), [("llama", "alibi"), ("llama", "t5"), ("gpt2", "rope"), ("bert", "alibi")]
+)
+def test_context_parallelism_is_refused_at_the_next_forward(family, scheme, process_group):
+    """torch's own context manager, which accelerate opens around every step of a run with cp_size > 1."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    model, ids = patch_model(FAMILIES[family].build(), scheme), tokens(1, 20)
+    before = logits(model, input_ids=ids)
+    refused = pytest.raises(PosSwapError, match=r"context parallelism .* needs cp_size=1")
+    with context_parallel(process_group, buffers=[ids], buffer_seq_dims=[1]), refused:
+        logits(model, input_ids=ids)
+    assert torch.equal(logits(model, input_ids=ids), before)
 
 
 def test_weights_of_attention_are_not_asked_of_a_fused_backend():
