@@ -153,8 +153,8 @@ def coverage() -> str:
         some = count["works"] + count.get("partly", 0)
         counts.append(f"{count['works']} of {sum(count.values())} {words[task]} ({some} take some of them)")
     return (
-        f"With transformers {report['transformers']}, every scheme that has a meaning works on {'; '.join(counts)} model "
-        "types. All others are refused, saying why; there is no third outcome: [the table](docs/coverage.md)."
+        f"With transformers {report['transformers']}, every scheme that has a meaning works on {'; '.join(counts)} "
+        "model types. All others are refused, saying why; there is no third outcome: [the table](docs/coverage.md)."
     )
 
 

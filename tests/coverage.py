@@ -46,7 +46,7 @@ TOLERANCE = 2e-4  # of the largest logit: float32 rounding through a few layers 
 LENGTH = 16
 LAYERS = "layer_types"
 PLAIN = "plain"  # the checkpoint of a model that is not patched
-BATCH = 20  # types that share the two fresh processes of law 7
+BATCH = 48  # types that share the two fresh processes of law 7
 SCHEMES = ("nope", "yarn", "rope", "alibi", "sinusoidal", "learned")
 
 
