@@ -129,9 +129,10 @@ class AttentionDeclaration:
     (B, H, S, D), key and value (B, H', S, D) from the arguments of a call of its forward, by name.
     `finish(module, output, call)`: what the forward makes of the attention output (B, S, H D). `scaling(module)`
     multiplies the logits; `dropout(module)` is its probability; `groups(module)`: H / H', 1 where None; `cache`: the
-    argument that is the cache, if there is one. `causal`: keys never follow queries. `switch`: key of the config that
-    says whether there is ALiBi; where None there always is, in every layer by itself. `off`: what the attributes of a
-    stack that adds it for all layers are without it.
+    argument that is the cache, if there is one. `causal(module)`: keys never follow queries. `alibi`: whether each
+    layer adds it by itself, or the key of the config that says whether the stack adds it for all. `off`: what the
+    attributes of that stack are without it. `does`: every name that the forward of a module uses, where others hold the
+    same attributes and compute otherwise; None: not looked at.
     """
 
     holds: tuple[str, ...]
@@ -140,10 +141,18 @@ class AttentionDeclaration:
     scaling: Callable[[nn.Module], float]
     dropout: Callable[[nn.Module], float]
     cache: str | None = None
-    causal: bool = True
+    causal: Callable[[nn.Module], bool] = lambda module: True
     groups: Callable[[nn.Module], int] | None = None
-    switch: str | None = None
+    alibi: bool | str = False
     off: Mapping[str, Any] = field(default_factory=dict)
+    does: frozenset[str] | None = None
+
+    def fits(self, module: nn.Module) -> bool:
+        """Whether this is an attention module of the family."""
+        if not all(hasattr(module, name) for name in self.holds):
+            return False
+        code = inspect.unwrap(type(module).forward).__code__
+        return self.does is None or self.does.issuperset(code.co_names)
 
 
 @dataclass(frozen=True)
@@ -261,6 +270,10 @@ def examine(model: PreTrainedModel) -> Anatomy:
         hint = f"; patch the model inside first (it seems to be under .{inner}), then wrap it" if inner else ""
         raise PosSwapError(f"model={kind(model)} is not a transformers model{hint}")
     anatomy = find_sites(model)
+    if not anatomy.sites and getattr(model, "_is_stateful", False):  # transformers' mark of a recurrent state
+        raise PosSwapError(
+            f"{kind(model)} (model_type {model.config.model_type!r}) has no positions to swap: it knows order by recurrence"
+        )
     if not anatomy.sites:
         raise PosSwapError(
             f"{kind(model)} (model_type {model.config.model_type!r}) has no site this package recognises: no module "
@@ -366,7 +379,8 @@ def find_bias(model: PreTrainedModel) -> BiasSite | None:
     if tables:
         return BiasSite(tables)
     own = next(iter(own_attention(model).values()), None)
-    if own is None or (own.switch is not None and not getattr(text_config(model), own.switch)):
+    has = own is not None and (getattr(text_config(model), own.alibi) if isinstance(own.alibi, str) else own.alibi)
+    if not has:
         return None
     return BiasSite({}, "alibi", shared=bool(own.off))
 
@@ -377,7 +391,7 @@ def own_attention(model: PreTrainedModel) -> dict[nn.Module, AttentionDeclaratio
         module: declaration
         for module in model.modules()
         for declaration in declared("ATTENTION")
-        if all(hasattr(module, name) for name in declaration.holds)
+        if declaration.fits(module)
     }
 
 

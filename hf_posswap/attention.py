@@ -300,9 +300,11 @@ def reroute(module: nn.Module, *args: Any, declaration: AttentionDeclaration, na
     call = given(names, args, kwargs)
     query, key, value = declaration.project(module, call)
     cache, mask, positions = call.get(declaration.cache), call["attention_mask"], None
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
     if cache is not None:
         key, value = cache.update(key, value, module.layer_idx)
-    if declaration.causal:
+    if declaration.causal(module):
         if mask.dtype == torch.bool:  # true where hidden
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, torch.finfo(query.dtype).min)
         positions = ((mask == 0).sum(-1)[:, 0] - 1).clamp(min=0)

@@ -175,6 +175,7 @@ SILENT_ROWS = [
     *[Row("nope", family, undoable=False, recalibrate=True) for family in (*TABLES, "vit", "t5_encoder")],
     *[Row("nope", family, native=False, recalibrate=True) for family in ("bloom", "mpt", "falcon_alibi")],
     Row("nope", "falcon", recalibrate=True),
+    Row("nope", "phi3", native=False, recalibrate=True),  # its config holds no silence
 ]
 ADDED_ROWS = [
     Row("sinusoidal", family, {"layout": layout}, native=False, recalibrate=True)

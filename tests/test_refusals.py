@@ -93,7 +93,6 @@ REFUSED = [
     ("llama", "dynamic", {"factor": 4, "freeze_at": 32}, r"freeze_at=32 is not beyond the 32 tokens"),
     ("llama", "dynamic", {"factor": 4, "freeze_at": 0.5}, r"freeze_at=0.5 is not a positive integer"),
     ("phi3", "yarn", {"factor": 4}, r"the config of a Phi3ForCausalLM cannot hold it .*longrope.*could not be saved"),
-    ("phi3", "nope", {}, r"the config of a Phi3ForCausalLM cannot hold it"),
     ("llama_yarn", "yarn", {"factor": 4}, r"would change nothing"),
     ("llama", "learned", {"max_positions": 64}, r"no table of position vectors to resize"),
     ("llama", "sinusoidal", {"max_positions": 64}, r"max_positions=64 sizes a table"),

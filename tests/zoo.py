@@ -91,6 +91,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 8},
     "mellum": {"layer_types": BOTH},
+    "mimo_v2_flash": {"head_dim": 24},  # a third of it is rotated
     "ministral": {"head_dim": 16},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "nystromformer": {"conv_kernel_size": 5},

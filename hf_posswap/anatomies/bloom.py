@@ -26,4 +26,5 @@ ATTENTION = AttentionDeclaration(
     scaling=attrgetter("inv_norm_factor"),
     dropout=_dropout,
     cache="layer_past",
+    alibi=True,
 )

@@ -35,6 +35,6 @@ ATTENTION = AttentionDeclaration(
     dropout=_dropout,
     groups=_groups,
     cache="layer_past",
-    switch="alibi",
+    alibi="alibi",
     off={"use_alibi": False},
 )

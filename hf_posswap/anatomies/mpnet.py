@@ -28,5 +28,5 @@ ATTENTION = AttentionDeclaration(
     finish=_finish,
     scaling=_scaling,
     dropout=_dropout,
-    causal=False,
+    causal=lambda module: False,
 )

@@ -27,4 +27,5 @@ ATTENTION = AttentionDeclaration(
     scaling=attrgetter("softmax_scale"),
     dropout=_dropout,
     cache="past_key_values",
+    alibi=True,
 )

@@ -71,7 +71,7 @@ def find_attention(new: Plan, scheme: Scheme) -> AttentionSite:
         for path, module in new.anatomy.text_modules()
         if (module in own or _calls_interface(module))
         and getattr(module, "config", config).__class__ is config.__class__
-        and path.rpartition(".")[2] not in CROSS
+        and not CROSS & {*path.split(".")}
     }
     if not found:
         raise PosSwapError(
@@ -108,7 +108,7 @@ def _calls_interface(module: nn.Module) -> bool:
 
 def _is_causal(module: nn.Module, declaration: AttentionDeclaration | None) -> bool:
     if declaration is not None:
-        return declaration.causal
+        return declaration.causal(module)
     return all(getattr(owner, "is_causal", True) for owner in (module, getattr(module, "config", module)))
 
 
@@ -201,7 +201,7 @@ def _reroute(new: Plan, module: nn.Module, declaration: AttentionDeclaration) ->
     names = tuple(inspect.signature(module.forward).parameters)
     forward = partial(attention.reroute, module, declaration=declaration, names=names)
     new.replace(module, "forward", forward)
-    new.replace(module, "is_causal", declaration.causal)
+    new.replace(module, "is_causal", declaration.causal(module))
     new.replace(module, "num_key_value_groups", declaration.groups(module) if declaration.groups else 1)
     if not hasattr(module, "config"):
         new.replace(module, "config", new.text)

@@ -117,7 +117,7 @@ def _resize_around(new: Plan, table: TableSite, change: EmbedChange) -> None:
     new.length = change.length
     rows = change.length + table.reserved
     if rows != table.rows.shape[0]:
-        _refuse_mask(new, table)
+        _resize_masks(new, table, rows)
     owner_path = table.path.rpartition(".")[0]
     if table.grid is not None:
         _resize_image(new, table, change.grid)
@@ -133,12 +133,21 @@ def _resize_around(new: Plan, table: TableSite, change: EmbedChange) -> None:
     new.edits.append(Hook(table.owner, check, owner_path))
 
 
-def _refuse_mask(new: Plan, table: TableSite) -> None:
-    rows = table.rows.shape[0]
+def _resize_masks(new: Plan, table: TableSite, rows: int) -> None:
+    """Causal masks as large as the table grow with it. Raises PosSwapError for a mask of another kind."""
+    old = table.rows.shape[0]
     for path, buffer in new.anatomy.model.named_buffers():
-        if table.grid is None and buffer.dim() >= 2 and buffer.shape[-2:] == (rows, rows):
+        if buffer.shape[-2:] != (old, old):
+            continue
+        causal = torch.ones(rows, rows, dtype=torch.bool, device=buffer.device).tril()
+        if not same(buffer.reshape(old, old), causal[:old, :old].to(buffer.dtype)):
             model = kind(new.anatomy.model)
-            raise PosSwapError(f"{new.scheme}: {model} holds a mask of {rows} x {rows} at {path}, which is not resized")
+            raise PosSwapError(
+                f"{new.scheme}: {model} holds a mask of {old} x {old} at {path}, which cannot be resized"
+            )
+        owner, _, name = path.rpartition(".")
+        value = causal.to(buffer.dtype).reshape(*buffer.shape[:-2], rows, rows)
+        new.replace(new.anatomy.model.get_submodule(owner), name, value, owner)
 
 
 def _resize_image(new: Plan, table: TableSite, grid: tuple[int, int]) -> None:
