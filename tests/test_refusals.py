@@ -102,7 +102,6 @@ REFUSED = [
     ("bert", "fire", {}, r"fire: it divides by how far a causal query can look"),
     ("bert", "logn", {}, r"logn: the tokens that a query sees are counted from its position, in causal models"),
     ("vit", "alibi", {}, r"alibi: the positions of ViTForImageClassification are a grid"),
-    ("mpnet", "alibi", {}, r"MPNetForMaskedLM has an attention of its own that does not go through"),
     ("llama", "alibi", {"slopes": (0.5, 0.25)}, r"slopes holds 2 numbers and this model has 4 heads"),
     ("llama", "alibi", {"slopes": (0.5, 0.25, -1.0, 0.1)}, r"are not finite numbers >= 0"),
     ("llama", "t5", {"num_buckets": 30}, r"num_buckets=30 is not a multiple of 4"),
