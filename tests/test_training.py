@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from transformers import (
     BertModel,
     BloomConfig,
@@ -346,10 +348,17 @@ def test_trackers_get_every_entry(arguments, tokenizer):
 
 def test_a_loss_that_is_not_finite_stops_before_the_weights_are_lost(arguments, tokenizer):
     model = llama()
-    with pytest.raises(PosSwapError, match=r"the loss of step [23] is (nan|inf)"):
+    with pytest.raises(PosSwapError, match=r"the (loss|norm of the gradient) of step [23] is (nan|inf)"):
         finetune(model, tokenizer, replace(arguments, learning_rate=1e30, lr_scheduler_type="constant"))
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     assert "forward" not in vars(model)
+    (saved,) = Path(arguments.output_dir).glob("failed-step-*-process-0.safetensors")
+    step = int(saved.name.split("-")[2]) - 1
+    blocks = Blocks(tokenize(read_documents(arguments), tokenizer), BLOCK)
+    (batch,) = Batches(blocks, tokenizer, arguments, "causal", 4).of_process(step, 0, 1)
+    kept = load_file(saved)
+    assert kept.keys() == {f"0.{name}" for name in batch}
+    assert all(torch.equal(kept[f"0.{name}"], tensor) for name, tensor in batch.items())
 
 
 def test_a_start_loss_above_the_limit_stops_before_the_first_update(arguments, tokenizer):
@@ -360,7 +369,79 @@ def test_a_start_loss_above_the_limit_stops_before_the_first_update(arguments, t
     assert torch.equal(model.lm_head.weight, before)
 
 
+def test_a_swap_that_broke_a_trained_model_is_stopped_before_any_step(arguments, tokenizer):
+    """Healthy: a swapped model costs more than the unpatched one and less than guessing. Broken: it guesses."""
+    base = llama()
+    finetune(base, tokenizer, replace(arguments, output_dir=arguments.output_dir + "-base", max_steps=60, save_steps=0))
+    healthy = patch_model(copy.deepcopy(base), "yarn", factor=4)
+    log = finetune(healthy, tokenizer, replace(arguments, block_size=2 * BLOCK, save_steps=0))
+    assert log.start["tokens"] == BLOCK
+    blocks = Blocks(tokenize(read_documents(arguments), tokenizer), 2 * BLOCK)
+    rows = Batches(blocks, tokenizer, arguments, "causal", 4).rows(0)[1]
+    ids = torch.from_numpy(np.stack([blocks[int(row)][0][:BLOCK] for row in rows]))
+    for name, model in (("unpatched", base), ("swapped", patch_model(copy.deepcopy(base), "yarn", factor=4))):
+        expected = model.eval()(input_ids=ids, labels=ids).loss.item()
+        assert log.start[name] == pytest.approx(expected, abs=1e-3)
+
+    base = gpt2()
+    finetune(base, tokenizer, replace(arguments, output_dir=arguments.output_dir + "-gpt2", max_steps=60, save_steps=0))
+    broken = patch_model(base, "learned", max_positions=80)
+    broken.transformer.wpe.weight.data[:] = 100 * broken.transformer.wte.weight[0]  # drowns every token
+    before = broken.lm_head.weight.clone()
+    asked = replace(arguments, output_dir=arguments.output_dir + "-broken")
+    with pytest.raises(PosSwapError, match=r"the first rows cost .* before the swap; guessing costs 5.56.*probe"):
+        finetune(broken, tokenizer, asked)
+    assert torch.equal(broken.lm_head.weight, before)
+    assert broken.config.n_positions == 80
+
+
 # --- checkpoints and processes
+
+
+def test_the_same_command_goes_on_where_only_the_last_save_was_missing(arguments, tokenizer):
+    """Killed after its last checkpoint: what is left to do is to write the model."""
+    base, out = Path(arguments.output_dir + "-base"), Path(arguments.output_dir)
+    llama().save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    asked = replace(arguments, model=str(base), save_steps=2)
+    whole = finetune(*load(asked), asked)
+    expected = from_pretrained(out).state_dict()
+    for file in ("model.safetensors", "train_log.json"):
+        (out / file).unlink()
+    again = finetune(*load(asked), asked)
+    assert losses(again) == losses(whole)
+    weights = from_pretrained(out).state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+    with pytest.raises(PosSwapError, match=r"max_steps=4: .*checkpoint-4 has done 4 already"):
+        finetune(*load(asked), asked)
+
+
+def test_a_full_disk_costs_no_more_than_the_steps_since_the_last_checkpoint(tmp_path, arguments, tokenizer):
+    """From checkpoint-4 on the process may write no file of more than 4 kB."""
+    base = tmp_path / "base"
+    llama().save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    asked = replace(arguments, model=str(base), save_steps=2)
+    full = tmp_path / "full.py"
+    full.write_text(
+        "import pathlib, resource, runpy, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "mkdir = pathlib.Path.mkdir\n"
+        "def fill(self, *args, **kwargs):\n"
+        "    if 'checkpoint-4' in str(self):\n"
+        "        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))\n"
+        "    mkdir(self, *args, **kwargs)\n"
+        "pathlib.Path.mkdir = fill\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    done = run(sys.executable, full, SCRIPT, *flags(asked), expect=1)
+    assert "File too large" in done.stderr
+    left = {path.name for path in Path(arguments.output_dir).iterdir()}
+    assert left == {"checkpoint-2", ".checkpoint-4.partial"}
+    log = finetune(*load(asked), asked)
+    assert losses(log) == losses(finetune(llama(), tokenizer, replace(asked, output_dir=str(tmp_path / "whole"))))
+    assert {p.name for p in Path(arguments.output_dir).glob("*checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
 
 
 def test_resume_after_a_kill_in_the_middle_of_a_save_equals_the_run_in_one_go(tmp_path, arguments, tokenizer):
@@ -394,8 +475,7 @@ def test_resume_after_a_kill_in_the_middle_of_a_save_equals_the_run_in_one_go(tm
     whole = load(asked, patched_scheme())
     expected = finetune(*whole, asked)
     shutil.rmtree(base)  # a resumed run has no use for it
-    resumed = replace(killed, resume_from_checkpoint="latest")
-    done = run(sys.executable, SCRIPT, *flags(resumed), *scheme)
+    done = run(sys.executable, SCRIPT, *flags(killed), *scheme)  # the same command
     assert "resumed after step 2" in done.stdout
     log = TrainingLog.read(killed.output_dir)
     assert log.steps == 6
@@ -422,10 +502,8 @@ def test_resume_refuses_what_would_not_continue_the_run(arguments, tokenizer):
     asked = replace(arguments, max_steps=2, save_steps=2)
     model = patch_model(llama(), "linear", factor=2)
     finetune(model, tokenizer, asked)
-    with pytest.raises(PosSwapError, match=r"already holds checkpoint-2.*--resume_from_checkpoint latest"):
-        finetune(llama(), tokenizer, asked)
-    latest = replace(asked, resume_from_checkpoint="latest", max_steps=4)
-    with pytest.raises(PosSwapError, match=r"model: it was loaded from .* load the checkpoint's own model"):
+    latest = replace(asked, max_steps=4)
+    with pytest.raises(PosSwapError, match=r"model: it was loaded from .* load the checkpoint's own model, or give an"):
         finetune(patch_model(llama(), "linear", factor=2), tokenizer, latest)
     with pytest.raises(PosSwapError, match=r"scheme=yarn.* was given, and .*checkpoint-2 carries linear\(factor=2"):
         load(latest, patched_scheme())
@@ -437,7 +515,7 @@ def test_resume_refuses_what_would_not_continue_the_run(arguments, tokenizer):
     ):
         with pytest.raises(PosSwapError, match=message):
             finetune(*load(latest), replace(latest, **change))
-    with pytest.raises(PosSwapError, match="no checkpoint in output_dir"):
+    with pytest.raises(PosSwapError, match="model=None: give the folder of the model to train"):
         load(replace(latest, output_dir=arguments.output_dir + "-none"))
     log = finetune(*load(latest), replace(latest, per_device_train_batch_size=1, gradient_accumulation_steps=4))
     assert [entry["step"] for entry in log.entries] == [1, 2, 3, 4]
