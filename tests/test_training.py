@@ -8,8 +8,9 @@ import math
 import random
 import runpy
 import shutil
+import signal
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import datasets
@@ -17,6 +18,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import ParallelismConfig
+from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from transformers import (
     BertModel,
@@ -26,9 +29,11 @@ from transformers import (
 )
 
 from hf_posswap import PosSwapError, from_pretrained, patch_model
+from hf_posswap.scheme import make_scheme
+from hf_posswap.training import loss
 from hf_posswap.training.arguments import FinetuneArguments
 from hf_posswap.training.checkpoints import STATE
-from hf_posswap.training.checks import check_documents_apart
+from hf_posswap.training.checks import check_documents_apart, check_parallelism
 from hf_posswap.training.data import IGNORED, Batches, read_documents, tokenize
 from hf_posswap.training.log import TrainingLog
 from hf_posswap.training.loop import finetune, load
@@ -455,17 +460,17 @@ def test_resume_after_a_kill_in_the_middle_of_a_save_equals_the_run_in_one_go(tm
 
     death = tmp_path / "death.py"
     death.write_text(
-        "import os, sys, runpy, torch\n"
+        "import os, signal, sys, runpy, torch\n"
         "save, calls = torch.save, []\n"
         "def die(value, file, *rest, **options):\n"
         "    if 'checkpoint-4' in str(file):\n"
-        "        os._exit(9)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    save(value, file, *rest, **options)\n"
         "torch.save = die\n"
         "sys.argv = sys.argv[1:]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    run(sys.executable, death, SCRIPT, *flags(killed), *scheme, expect=9)
+    run(sys.executable, death, SCRIPT, *flags(killed), *scheme, expect=-signal.SIGKILL)
     left = {path.name for path in Path(killed.output_dir).iterdir()}
     assert left == {"checkpoint-2", ".checkpoint-4.partial"}
     checkpoint = Path(killed.output_dir) / "checkpoint-2"
@@ -493,8 +498,6 @@ def test_resume_after_a_kill_in_the_middle_of_a_save_equals_the_run_in_one_go(tm
 
 
 def patched_scheme():
-    from hf_posswap.scheme import make_scheme
-
     return make_scheme("yarn", {"factor": 2.0, "original_max_position_embeddings": BLOCK})
 
 
@@ -561,22 +564,49 @@ def test_weights_are_loaded_as_float32_unless_asked_otherwise(tmp_path, argument
         assert from_pretrained(one.output_dir).dtype == expected
 
 
-def test_two_processes_train_as_one_does(tmp_path, arguments, tokenizer, short_documents):
-    """Rows of uneven targets, so that a mean of the processes' means would differ."""
+@pytest.mark.parametrize(
+    ("config", "tied", "scheme"),
+    [
+        ("ddp", False, {}),
+        ("fsdp2", False, {"scheme": "t5"}),
+        pytest.param("fsdp2", True, {"scheme": "yarn", "factor": 2.0}, marks=pytest.mark.long),
+        pytest.param("ddp", True, {"scheme": "t5"}, marks=pytest.mark.long),
+    ],
+    ids=["ddp", "fsdp2-t5", "fsdp2-yarn-tied", "ddp-t5-tied"],
+)
+@pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
+def test_two_processes_train_and_resume_as_one_does(
+    config, tied, scheme, tmp_path, arguments, tokenizer, short_documents, monkeypatch
+):
+    """Rows of uneven targets, so that a mean of the processes' means would differ; and several pieces of logits."""
     base = tmp_path / "base"
-    llama().save_pretrained(base)
+    llama(tie_word_embeddings=tied, vocab_size=2**16).save_pretrained(base)  # 16 tokens of logits at once
     tokenizer.save_pretrained(base)
-    asked = replace(arguments, model=str(base), train_dir=short_documents, packing="documents", save_steps=0)
-    one = finetune(*load(asked), asked)
+    monkeypatch.setattr(loss, "LOGITS_AT_ONCE", 2**20)
+    short = {"train_dir": short_documents, "packing": "documents", "save_steps": 2}
+    asked = replace(arguments, model=str(base), **short)
+    one = finetune(*load(asked, make_scheme(scheme["scheme"], without_name(scheme)) if scheme else None), asked)
     shape = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
     shared = replace(asked, output_dir=str(tmp_path / "two"), **shape)
-    two = launch(2, shared)
-    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
-    norms = [[entry["grad_norm"] for entry in log.entries] for log in (one, two)]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    words = [str(word) for name, value in scheme.items() for word in (f"--{name}", value)]
+    two = launch(2, shared, *words, config=config)
+    assert two.hardware["distributed"] == {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}[config]
+    again = replace(
+        shared, output_dir=str(tmp_path / "again"), resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-2")
+    )
+    resumed = launch(2, again, *words, config=config)
+    for log in (two, resumed):
+        assert losses(log) == pytest.approx(losses(one), rel=1e-5)
+        norms = [[entry["grad_norm"] for entry in one_of.entries] for one_of in (one, log)]
+        assert norms[1] == pytest.approx(norms[0], rel=1e-4)
     ids = torch.arange(20)[None]
-    outputs = [from_pretrained(run.output_dir)(ids).logits for run in (asked, shared)]
-    torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-3)
+    outputs = [from_pretrained(run.output_dir)(ids).logits for run in (asked, shared, again)]
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(outputs[2], outputs[1], rtol=1e-4, atol=1e-4)
+
+
+def without_name(scheme: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in scheme.items() if name != "scheme"}
 
 
 @pytest.mark.long
@@ -592,6 +622,35 @@ def test_two_processes_of_a_masked_model_resume_as_one_process_does(tmp_path, ar
     # the schedule of the first two steps was that of a shorter run
     assert losses(two)[:2] == pytest.approx(losses(one)[:2], rel=1e-5)
     assert len(losses(two)) == 4
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What check_parallelism asks of an Accelerator, which cannot be had here with these settings."""
+
+    distributed_type: DistributedType = DistributedType.FSDP
+    is_fsdp2: bool = True
+    parallelism_config: ParallelismConfig | None = None
+
+
+@pytest.mark.parametrize(
+    ("make", "objective", "change", "spread", "message"),
+    [
+        (llama, "causal", {"train": "lora"}, Spread(), "train='lora' merges whole weights, and FSDP holds a part"),
+        (llama, "causal", {}, Spread(is_fsdp2=False), "fsdp_version=1 is not carried"),
+        (lambda: patch_model(llama(), "alibi"), "causal", {}, 2, "cp_size=2: a part of a row .* which alibi"),
+        (bert, "masked", {}, 2, "cp_size=2: its hooks make every attention causal"),
+        (llama, "causal", {"packing": "documents"}, 2, "cp_size=2: its hooks drop the mask that keeps documents apart"),
+        (llama, "causal", {}, 2, "cp_size=2: this loop gives every process whole rows; use cp_size=1"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
+def test_ways_to_spread_the_work_that_are_not_survived_are_refused(make, objective, change, spread, message, arguments):
+    if spread == 2:
+        spread = Spread(parallelism_config=ParallelismConfig(cp_size=2))
+    with pytest.raises(PosSwapError, match=message):
+        check_parallelism(spread, make(), objective, replace(arguments, **change))
+    check_parallelism(Spread(DistributedType.MULTI_GPU, False), make(), objective, replace(arguments, **change))
 
 
 def test_processes_that_would_train_apart_are_refused(monkeypatch, arguments, tokenizer):

@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import GradientAccumulationPlugin, LoggerType, set_seed
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, LoggerType, set_seed
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -46,6 +46,7 @@ from .checks import (
     check_count,
     check_documents_apart,
     check_length,
+    check_parallelism,
     check_positions_spread,
     check_tokenizer,
     find_objective,
@@ -142,6 +143,7 @@ def finetune(
         raise PosSwapError(f"gradient_checkpointing=True: {kind(model)} does not support it")
 
     with _accelerator(arguments) as accelerator, _in_training(model, arguments):
+        check_parallelism(accelerator, model, objective, arguments)
         with accelerator.local_main_process_first():  # the others find the tokens in datasets' cache
             blocks = pack(tokenize(read_documents(arguments), tokenizer), tokenizer, arguments)
         forwards = accelerator.num_processes * arguments.gradient_accumulation_steps
@@ -202,6 +204,12 @@ def _prepare(
     log.describe_machine(accelerator)
     optimizer = _optimizer(chosen, arguments)
     scheduler = _scheduler(optimizer, arguments)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # which steps by itself, within `backward`
+        accelerator.state.deepspeed_plugin.deepspeed_config |= {
+            "train_micro_batch_size_per_gpu": arguments.per_device_train_batch_size,
+            "gradient_accumulation_steps": arguments.gradient_accumulation_steps,
+            "gradient_clipping": float(arguments.max_grad_norm),
+        }
     prepared, optimizer = accelerator.prepare(model, optimizer)
     # not prepared: accelerate would step it once per process
     accelerator.register_for_checkpointing(scheduler)
@@ -366,7 +374,7 @@ class _Run:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({f"{i}.{name}": t for i, batch in enumerate(batches) for name, t in batch.items()}, path)
         raise PosSwapError(
-            f"the {what} of step {step} is {value}, and the model was not updated with it; try a lower learning_rate "
+            f"the {what} of step {step} is {value}, and nothing is saved with it; try a lower learning_rate "
             f"than {self.arguments.learning_rate:g}, more warmup_steps than {self.arguments.warmup_steps}, or another "
             f"mixed_precision than {self.accelerator.mixed_precision!r}; the batches of the step are in {path.name}"
         )
@@ -394,6 +402,8 @@ def _accelerator(arguments: FinetuneArguments) -> Iterator[Accelerator]:
         )
     except ValueError as error:
         raise PosSwapError(f"mixed_precision={arguments.mixed_precision!r}: {error}") from error
+    except ImportError as error:  # a launch config that asks for DeepSpeed
+        raise PosSwapError(f"distributed_type: {error}") from error
     try:
         if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
             raise PosSwapError("mixed_precision='fp16' is ignored by accelerate on a CPU; choose 'bf16' or 'no'")
