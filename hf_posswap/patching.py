@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,6 +127,17 @@ def unpatch_model(model: nn.Module, *, tokenizer: Any = None, processor: Any = N
         if edit.owner is tokenizer or edit.owner is processor:
             edit.swap()
     return model
+
+
+@contextmanager
+def unpatched(model: nn.Module) -> Iterator[None]:
+    """Within it a patched model is as it was before. Raises PosSwapError as `unpatch_model` does."""
+    patch = patch_of(model)
+    _revert(model, patch)
+    try:
+        yield
+    finally:
+        _reapply(model, patch)
 
 
 def patch_of(model: nn.Module) -> Patch | None:
