@@ -242,6 +242,7 @@ CONCAT_ROWS = [
 IN_ATTENTION = {
     "alibi": {},
     "alibi learnable": {"learnable": True},
+    "alibi per layer": {"learnable": True, "per_layer": True},
     "alibi steep": {"slopes": (2.0, 1.0, 0.5, 0.25)},
     "t5": {},
     "t5 per layer": {"num_buckets": 16, "max_distance": 20, "per_layer": True},
@@ -271,13 +272,14 @@ def in_attention(names: str, family: str, **flags: Any) -> list[Row]:
 EVERY_BIAS = "alibi, alibi learnable, t5, t5 per layer, kerple, kerple power, sandwich"
 ATTENTION_ROWS = [
     *in_attention("alibi, t5, fire, xpos", "llama", flex=True),
-    *in_attention("alibi learnable, t5 per layer, kerple, kerple power, sandwich, logn", "llama"),
+    *in_attention("alibi learnable, alibi per layer, t5 per layer, kerple, kerple power, sandwich, logn", "llama"),
     *in_attention("alibi, t5, kerple, fire, xpos, logn", "gemma3"),
     *in_attention("alibi, t5, kerple, fire, sandwich, xpos, logn", "gpt_neox"),
     *in_attention(f"{EVERY_BIAS}, fire, xpos, rope, yarn, logn", "gpt2"),
     *in_attention("alibi, t5, kerple, fire, sandwich, xpos, rope, yarn, logn", "opt"),
     *in_attention("alibi, rope", "bert", flex=True),
-    *in_attention("alibi learnable, t5, t5 per layer, kerple, kerple power, sandwich, yarn", "bert"),
+    *in_attention("alibi learnable, alibi per layer, t5, t5 per layer, kerple, sandwich, yarn", "bert"),
+    *in_attention("kerple power", "bert"),
     *in_attention("alibi, t5, kerple, sandwich, rope, yarn", "roberta"),
     *in_attention("alibi, t5, kerple", "modernbert"),
     *in_attention("alibi, rope", "electra"),
