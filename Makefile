@@ -50,10 +50,11 @@ pictures: $(VENV)/run  ## every scheme draws itself into docs/pictures
 
 docs: readme pictures  ## every table and picture that is made from the code
 
-studies: $(VENV)/run  ## the studies of docs/, about forty minutes on one core
+studies: $(VENV)/run  ## the studies of docs/, an hour and a half on one core
 	$(RUN) scripts/longrope_study.py --output_dir docs/longrope
 	$(RUN) scripts/dilution.py --output_dir docs/dilution
 	$(RUN) scripts/fixed_or_learned.py --output_dir docs/fixed_or_learned
+	$(RUN) scripts/recovery_study.py --output_dir docs/recovery
 
 wheel: $(VENV)/dev
 	$(RUN) -m hatchling build

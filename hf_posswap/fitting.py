@@ -46,13 +46,10 @@ PAIRS_AT_ONCE = 2**22  # of queries and keys: 16 MiB of float32 logits
 SECONDS_BEFORE_A_BAR = 5
 
 
-def refuse_unfittable(scheme: Scheme, changes: Iterable[Any]) -> None:
-    """Raise PosSwapError for a scheme without parameters that could be chosen."""
-    changes = list(changes)
-    if changes and all(change is not None and change.fit is not None for change in changes):
+def refuse_unfittable(scheme: Scheme) -> None:
+    """Raise PosSwapError for a scheme without parameters that text could choose."""
+    if scheme.fits:
         return
-    if type(scheme).fits:
-        raise PosSwapError(f"{scheme}: fit= finds no parameters to choose; {scheme.fits_with}")
     names = [name for name, cls in registry().items() if cls.fits]
     raise PosSwapError(
         f"{scheme}: fit= was given, and {scheme.name} has no parameters that text could choose; "
@@ -70,7 +67,8 @@ def fit_plan(new: Plan, batches: Any, tokenizer: Any = None) -> None:
     listened to, or a batch is not of that kind; the plan is not to be used then.
     """
     attached = {edit.owner: edit.value[0] for edit in new.edits if isinstance(edit, Replace) and edit.name == ATTRIBUTE}
-    refuse_unfittable(new.scheme, (one.change for one in attached.values()))
+    if any(one.change.fit is None for one in attached.values()):
+        raise PosSwapError(f"{new.scheme}: fit= finds no parameters to choose; {new.scheme.fits_with}")
     _refuse_deaf(new, attached)
     rows = Rows(batches, tokenizer, trained_length(new), new.anatomy.model)
     tallies = listen(new, attached, rows)

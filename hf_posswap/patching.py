@@ -75,6 +75,10 @@ def patch_model(
     of use.
     """
     scheme = make_scheme(scheme, params)
+    if fit is not None:
+        from .fitting import fit_plan, refuse_unfittable  # imports transformers' modeling code, seconds of it
+
+        refuse_unfittable(scheme)
     patch = patch_of(model)
     if patch is not None and fit is None and carries(model, scheme, layers, stack) and not dry_run:
         _swap_limits(model, patch, limit_edits(model, _text(model), patch.record.length, tokenizer, processor))
@@ -84,8 +88,6 @@ def patch_model(
     try:
         new = plan(model, scheme, tokenizer, processor, layers=layers, stack=stack)
         if fit is not None:
-            from .fitting import fit_plan  # imports transformers' modeling code, seconds of it
-
             fit_plan(new, fit, tokenizer)
         if not dry_run:
             install(model, new)

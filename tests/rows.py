@@ -243,6 +243,7 @@ CONCAT_ROWS = [
 IN_ATTENTION = {
     "alibi": {},
     "alibi learnable": {"learnable": True},
+    "alibi per layer": {"learnable": True, "per_layer": True},
     "alibi steep": {"slopes": (2.0, 1.0, 0.5, 0.25)},
     "t5": {},
     "t5 per layer": {"num_buckets": 16, "max_distance": 20, "per_layer": True},
@@ -278,13 +279,13 @@ EVERY_ROTATION = "rope, linear, ntk, ntk-by-parts, yarn, llama3, proportional"
 EVERY_BIAS = "alibi, alibi learnable, t5, t5 per layer, kerple, kerple power, sandwich"
 ATTENTION_ROWS = [
     *in_attention("alibi, t5, fire, xpos", "llama", flex=True),
-    *in_attention("alibi learnable, t5 per layer, kerple, kerple power, sandwich, logn", "llama"),
+    *in_attention("alibi learnable, alibi per layer, t5 per layer, kerple, kerple power, sandwich, logn", "llama"),
     *in_attention("alibi, t5, kerple, fire, sandwich, xpos, logn", "gemma3"),
     *in_attention("alibi, t5, kerple, fire, sandwich, xpos, logn", "gpt_neox"),
     *in_attention(f"{EVERY_BIAS}, fire, xpos, {EVERY_ROTATION}, logn", "gpt2"),
     *in_attention(f"alibi, t5, kerple, fire, sandwich, xpos, {EVERY_ROTATION}, logn", "opt"),
     *in_attention("alibi, rope", "bert", flex=True),
-    *in_attention("alibi learnable, t5, t5 per layer, kerple, kerple power, sandwich", "bert"),
+    *in_attention("alibi learnable, alibi per layer, t5, t5 per layer, kerple, kerple power, sandwich", "bert"),
     *in_attention("linear, ntk, ntk-by-parts, yarn, llama3, proportional", "bert"),
     *in_attention(f"alibi, t5, kerple, sandwich, {EVERY_ROTATION}", "roberta"),
     *in_attention("alibi, t5, kerple, sandwich", "modernbert"),
