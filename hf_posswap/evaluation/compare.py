@@ -53,9 +53,9 @@ class Entry:
 class Extras:
     """What is measured of causal models besides perplexity by length.
 
-    curve: rows of text for the loss by position at the greatest length. evaluator: the name of the entry whose key tokens are scored;
-    None scores none. askers: retrieval tasks, at `ask_lengths`. diagnostics: attention and shift by length, on so many
-    documents. tasks: of lm-eval.
+    curve: rows of text for the loss by position at the greatest length; 0: none. evaluator: the name of the entry that
+    chooses key tokens; None scores none. askers: retrieval tasks, at `ask_lengths`. diagnostics: documents on which
+    attention and shift are looked at; 0: none. tasks: of lm-eval.
     """
 
     curve: int = 0

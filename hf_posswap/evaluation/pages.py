@@ -107,7 +107,7 @@ def _run(report: dict[str, Any]) -> list[str]:
     counted = (
         f"{data['images']} pictures"
         if "images" in data
-        else f"{data['documents']} documents, {data['tokens']:,} tokens"
+        else f"{data['documents']} document(s), {data['tokens']:,} tokens"
     )
     lines = [
         f"- data: {counted}, sha256 `{data['sha256']}`",

@@ -86,8 +86,8 @@ def curve(
     batch_size: int = 1,
     work: Work | None = None,
 ) -> dict[str, Any]:
-    """The loss by the number of tokens before a target, over `rows` rows of `length` tokens: the first of each document,
-    then the second, and so on.
+    """The loss by the number of tokens before a target, over `rows` rows of `length` tokens: the first of each
+    document, then the second, and so on.
 
     The points are of the form that `measure` gives: `length` is the greatest number of tokens up to and with a
     target, `loss` the mean of the targets since the point before. Every row is one forward: that is the loss that

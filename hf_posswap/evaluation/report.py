@@ -254,15 +254,17 @@ def comparison(series: Sequence[dict[str, Any]], original_length: int) -> str:
     original length (nats per token, against the series called `base`) beside it."""
     lengths = sorted({point["length"] for one in series for point in one["points"]})
     by_name = {one["name"]: one for one in series}
-    heads = ["scheme", "fine-tuned", *(f"{n:,}{'*' if n == original_length else ''}" for n in lengths), "change at *"]
-    lines = [heads, ["---", "---", *(["---:"] * (len(lengths) + 1))]]
+    staged = any(one["stage"] for one in series)
+    tuned = ["fine-tuned"] if staged else []
+    heads = ["scheme", *tuned, *(f"{n:,}{'*' if n == original_length else ''}" for n in lengths), "change at *"]
+    lines = [heads, ["---", *(["---"] if staged else []), *(["---:"] * (len(lengths) + 1))]]
     for one in series:
         base = by_name[one.get("base") or ("base" if "base" in by_name else one["name"])]
         found = {point["length"]: point["perplexity"] for point in one["points"]}
         cells = [f"{found[n]:.3f}" if n in found else "-" for n in lengths]
         stage = {None: "", "before": "no", "after": "yes"}[one["stage"]]
         delta = "" if one is base else f"{short_cost(base, one, original_length)['delta']:+.4f}"
-        lines.append([one["name"], stage, *cells, delta])
+        lines.append([one["name"], *([stage] if staged else []), *cells, delta])
     note = (
         "Perplexity by length in tokens. * is the trained length; the change there is of the loss, in nats per token."
     )
