@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
 
 from ..errors import PosSwapError
 
@@ -42,7 +41,7 @@ class Work:
             self.main = self.index == 0
         finished = [_read(self.path) if self.main and self.path is not None else {}]
         if self.processes > 1:
-            broadcast_object_list(finished)
+            torch.distributed.broadcast_object_list(finished)
         self.finished: dict[str, dict[int, Any]] = finished[0]
 
     def map(self, key: dict[str, Any], tasks: Sequence[Task], compute: Callable[[Task], Any]) -> list[Any]:
@@ -65,7 +64,9 @@ class Work:
                     found.append((i, compute(tasks[i])))
                     bar.update(min(self.processes, total - bar.n))
                 if self.processes > 1:
-                    found = gather_object(found)
+                    of_each: list[Any] = [None] * self.processes
+                    torch.distributed.all_gather_object(of_each, found)
+                    found = [result for one in of_each for result in one]
                 known.update(found)
                 self._write(name, sorted(found))
         return [known[i] for i in range(len(tasks))]
