@@ -112,6 +112,7 @@ def _scored(
         end = windows[i].end - first.begin + head
         spans.append(range(end - windows[i].targets, end))
     places = sorted({place - 1 for span in spans for place in span})  # a target is predicted at the place before it
+    assert places[0] >= 0, "a protocol asks for a target that nothing precedes"
     logits = _logits(model, input_ids, places)  # (B, T, V)
     index = {place + 1: i for i, place in enumerate(places)}
     targets = input_ids[:, torch.tensor(places) + 1]  # (B, T)
