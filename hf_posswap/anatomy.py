@@ -68,7 +68,7 @@ class TableSite:
     config: PreTrainedConfig
     buffers: tuple[str, ...] = ()
     grid: tuple[int, int] | None = None
-    patch: int | None = None
+    patch: tuple[int, int] | None = None
 
     @property
     def holder(self) -> tuple[nn.Module, str]:
@@ -118,7 +118,7 @@ class TableDeclaration:
     counted: bool = True
     buffers: tuple[str, ...] = ()
     grid: Callable[[nn.Module], tuple[int, int]] | None = None
-    patch: Callable[[nn.Module], int] | None = None
+    patch: Callable[[nn.Module], tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -461,3 +461,9 @@ def _refuse_unexplained(anatomy: Anatomy) -> None:
     for path, module in anatomy.text_modules():
         if isinstance(module, nn.Embedding) and id(module) not in known:
             raise PosSwapError(f"{kind(model)} holds another table at {path} whose part in its positions is unknown")
+        if hasattr(module, "relative_position_bias_table"):
+            raise PosSwapError(f"{kind(model)} has a bias of two dimensions at {path} too, which is not swapped")
+    for path, parameter in model.named_parameters():
+        same = [table for table in anatomy.tables if table.grid and parameter.shape[-2:] == table.rows.shape]
+        if parameter.dim() > 2 and any(table.weight is not parameter for table in same):
+            raise PosSwapError(f"{kind(model)} holds another table of positions at {path}, which is not resized")

@@ -127,8 +127,11 @@ def _original_length(anatomy: Anatomy, record: Record | None) -> int:
         return _original(anatomy, record, "max_position_embeddings") or 0
     if table.grid is not None:
         size = _original(anatomy, record, "image_size")
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        return (height // table.patch) * (width // table.patch)
+        (height, width), (patch_height, patch_width) = (
+            side if isinstance(side, (list, tuple)) else (side, side)
+            for side in (size, _original(anatomy, record, "patch_size"))
+        )
+        return (height // patch_height) * (width // patch_width)
     return _original(anatomy, record, "max_position_embeddings") - (table.reserved if table.counted else 0)
 
 
@@ -409,14 +412,16 @@ class _ImageSubject(_Subject):
 
     def __init__(self, anatomy: Anatomy) -> None:
         super().__init__(anatomy)
+        self.stack = anatomy.model.base_model  # the layers' own stack takes patches
         self.rows, self.columns = self.table.grid
-        shape = (1, self.model.config.num_channels, self.rows * self.table.patch, self.columns * self.table.patch)
+        height, width = self.table.patch
+        shape = (1, self.model.config.num_channels, self.rows * height, self.columns * width)
         pixels = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         self.pixels = pixels.to(self.model.device, self.model.dtype)
 
     def order(self) -> float:
-        patch = self.table.patch
-        blocks = self.pixels.unfold(2, patch, patch).unfold(3, patch, patch)  # (1, C, rows, columns, patch, patch)
+        height, width = self.table.patch
+        blocks = self.pixels.unfold(2, height, height).unfold(3, width, width)  # (1, C, rows, columns, height, width)
         flipped = blocks.flip(2, 3).permute(0, 1, 2, 4, 3, 5).reshape(self.pixels.shape)
         straight, permuted = self.run(pixel_values=self.pixels)[1], self.run(pixel_values=flipped)[1]
         prefix = straight.shape[0] - self.rows * self.columns
@@ -426,11 +431,11 @@ class _ImageSubject(_Subject):
         return None
 
     def distance(self) -> tuple[tuple[int, float], ...]:
-        patch, first = self.table.patch, self.table.reserved
+        (height, width), first = self.table.patch, self.table.reserved
         plain, found, away = self.run(pixel_values=self.pixels)[1][first], [], 1
         while away < self.columns:
             blank = self.pixels.clone()
-            blank[..., :patch, away * patch : (away + 1) * patch] = 0
+            blank[..., :height, away * width : (away + 1) * width] = 0
             found.append((away, _relative(self.run(pixel_values=blank)[1][first], plain)))
             away *= 2
         return tuple(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,7 @@ from ..anatomy import Anatomy, TableSite, kind
 from ..concat import Concatenation, project
 from ..edits import Hook, Replace, same
 from ..errors import PosSwapError
+from ..patches import is_patch_convolution, resize_kernel
 from ..positions import root_mean_square
 from ..record import KEY, PORTABLE
 from ..scheme import Scheme
@@ -29,7 +31,8 @@ def embed_geometry(new: Plan, table: TableSite | None = None) -> EmbedGeometry:
     if table is not None:
         rows = table.rows[table.reserved :].float()
         rms = partial(_measure, new, rows, "this model's table", rms_key(new.anatomy, table))
-        return EmbedGeometry(rows.shape[-1], len(rows), rows, rms, table.grid, table.patch)
+        own = partial(_resampled, table) if hasattr(table.owner, "interpolate_pos_encoding") else None
+        return EmbedGeometry(rows.shape[-1], len(rows), rows, rms, table.grid, table.patch, own)
     embeddings, config = new.anatomy.model.get_input_embeddings(), new.anatomy.config
 
     def sample() -> Tensor:  # what the module returns, so that an embedding that scales its rows is measured right
@@ -38,6 +41,22 @@ def embed_geometry(new: Plan, table: TableSite | None = None) -> EmbedGeometry:
 
     rms = partial(_measure, new, sample, "this model's token embedding", "rms")
     return EmbedGeometry(config.hidden_size, config.max_position_embeddings, None, rms)
+
+
+def _resampled(table: TableSite, grid: tuple[int, int]) -> Tensor:
+    """(h * w, E) by the model's own function, which it would call for an image of that grid; in float32."""
+    owner = copy.copy(table.owner)  # a view of it, with a table of another dtype
+    owner._parameters, owner._modules = dict(owner._parameters), dict(owner._modules)
+    rows = table.rows.detach().float()
+    if isinstance(getattr(owner, table.attribute), nn.Embedding):
+        setattr(owner, table.attribute, nn.Embedding.from_pretrained(rows))
+    else:
+        setattr(owner, table.attribute, nn.Parameter(rows[None]))
+    count = grid[0] * grid[1]
+    tokens = rows.new_zeros(1, table.reserved + count, rows.shape[-1])
+    height, width = (n * side for n, side in zip(grid, table.patch, strict=True))
+    with torch.no_grad():
+        return owner.interpolate_pos_encoding(tokens, height, width)[0, -count:]
 
 
 def rms_key(anatomy: Anatomy, table: TableSite) -> str:
@@ -120,13 +139,14 @@ def _resize_around(new: Plan, table: TableSite, change: EmbedChange) -> None:
         _resize_masks(new, table, rows)
     owner_path = table.path.rpartition(".")[0]
     if table.grid is not None:
-        _resize_image(new, table, change.grid)
-        return
+        _resize_image(new, table, change.grid, change.patch or table.patch)
     for name in table.buffers:
         old = table.owner.get_buffer(name)
         counts = torch.arange(rows) if name == "position_ids" else torch.zeros(rows)
         value = counts.to(old.device, old.dtype).expand(*old.shape[:-1], -1)
         new.replace(table.owner, name, value, owner_path)
+    if table.grid is not None:
+        return
     new.set_config("max_position_embeddings", rows if table.counted else change.length)
     names = tuple(inspect.signature(table.owner.forward).parameters)
     check = partial(parts.refuse_longer, names=names, limit=change.length)
@@ -150,18 +170,42 @@ def _resize_masks(new: Plan, table: TableSite, rows: int) -> None:
         new.replace(new.anatomy.model.get_submodule(owner), name, value, owner)
 
 
-def _resize_image(new: Plan, table: TableSite, grid: tuple[int, int]) -> None:
-    height, width = (side * table.patch for side in grid)
-    new.set_config("image_size", height if height == width else [height, width])
-    owner_path = table.path.rpartition(".")[0]
-    with torch.device("meta"):
-        twin = type(table.owner)(new.text)
-    for live, fresh, path in (
-        (table.owner, twin, owner_path),
-        (table.owner.patch_embeddings, twin.patch_embeddings, f"{owner_path}.patch_embeddings"),
-    ):
-        for name, value in plain_state(fresh).items():
-            new.replace(live, name, value, path)
+def _resize_image(new: Plan, table: TableSite, grid: tuple[int, int], patch: tuple[int, int]) -> None:
+    """The image's size and the patch's in the config, and in every module that computed with them when it was built."""
+    path = table.path.rpartition(".")[0]
+    _set_size(new, "image_size", (grid[0] * patch[0], grid[1] * patch[1]))
+    if patch != table.patch:
+        _set_size(new, "patch_size", patch)
+        _resize_patches(new, table, patch)
+    try:
+        with torch.device("meta"):
+            twin = type(table.owner)(new.text)
+    except Exception as error:
+        raise PosSwapError(
+            f"{new.scheme}: {kind(table.owner)} cannot be built with image_size={new.text.image_size!r} and "
+            f"patch_size={new.text.patch_size!r}: {type(error).__name__}: {error}"
+        ) from error
+    for (name, live), fresh in zip(table.owner.named_modules(prefix=path), twin.modules(), strict=True):
+        if live is not table.holder[0] or live is table.owner:  # the table's own size goes with its rows
+            for key, value in plain_state(fresh).items():
+                new.replace(live, key, value, name)
+
+
+def _set_size(new: Plan, key: str, size: tuple[int, int]) -> None:
+    """One number where that says it and the config has one, as its family allows."""
+    whole = isinstance(getattr(new.text, key), int)
+    new.set_config(key, size[0] if whole and size[0] == size[1] else list(size))
+
+
+def _resize_patches(new: Plan, table: TableSite, patch: tuple[int, int]) -> None:
+    found = {path: module for path, module in table.owner.named_modules() if is_patch_convolution(module)}
+    if len(found) != 1:
+        raise PosSwapError(f"{new.scheme}: {kind(new.anatomy.model)} has no patch embedding that could be resized")
+    ((path, convolution),) = found.items()
+    old = convolution.weight
+    new.effective = True
+    kernel = nn.Parameter(resize_kernel(old.detach(), patch), old.requires_grad)
+    new.edits.append(Replace(convolution, "weight", kernel, f"{table.path.rpartition('.')[0]}.{path}"))
 
 
 def silence_bias(new: Plan, scheme: Scheme) -> None:
