@@ -235,7 +235,7 @@ def test_model_without_a_site():
     from transformers import MambaConfig, MambaForCausalLM
 
     model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4))
-    with pytest.raises(PosSwapError, match=r"MambaForCausalLM .*'mamba'.* has no site"):
+    with pytest.raises(PosSwapError, match=r"MambaForCausalLM .*'mamba'.* order by recurrence"):
         patch_model(model, "yarn", factor=4)
 
 

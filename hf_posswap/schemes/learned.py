@@ -26,8 +26,8 @@ class Learned(Scheme):
     (Su 2020), `fit` (the continuation of a sinusoid fitted to the old rows) and `random` (drawn as the old rows
     scatter, by `init_seed`). All but `interpolate` keep the old rows. combine: `add` to the token embedding, or
     `concat`: token and position, both of width E, are concatenated and projected back to E by a trained matrix, at the
-    size the table has. It begins as [1 | 1], which is the model as it was; on a model without a table, which gets one of
-    max_positions rows, as [1 | 0], which is `nope`.
+    size the table has. It begins as [1 | 1], which is the model as it was; on a model without a table, which gets one
+    of max_positions rows, as [1 | 0], which is `nope`.
     """
 
     name = "learned"
