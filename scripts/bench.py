@@ -264,7 +264,7 @@ def attention(pairs: int, length: int, dtype: str, way: str, backward: bool = Tr
         return (lambda: compute().sum().backward()) if backward else compute
 
     ours = {"fast": fast, "dense": dense, "flex": flex}[way]
-    return ratio(trained(ours), trained(plain), max(2, pairs * 1024 // length // 8))
+    return ratio(trained(ours), trained(plain), max(2, pairs * 1024 // length // (8 if backward else 2)))
 
 
 def slope(pairs: int) -> float:
