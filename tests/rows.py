@@ -278,14 +278,14 @@ def in_attention(names: str, family: str, **flags: Any) -> list[Row]:
 EVERY_ROTATION = "rope, linear, ntk, ntk-by-parts, yarn, llama3, proportional"
 EVERY_BIAS = "alibi, alibi learnable, t5, t5 per layer, kerple, kerple power, sandwich"
 ATTENTION_ROWS = [
-    *in_attention("alibi, t5, fire, xpos", "llama", flex=True),
-    *in_attention("alibi learnable, alibi per layer, t5 per layer, kerple, kerple power, sandwich, logn", "llama"),
+    *in_attention("alibi, t5, kerple, kerple power, fire, sandwich, xpos, logn", "llama", flex=True),
+    *in_attention("alibi learnable, alibi per layer, t5 per layer", "llama"),
     *in_attention("alibi, t5, kerple, fire, sandwich, xpos, logn", "gemma3"),
     *in_attention("alibi, t5, kerple, fire, sandwich, xpos, logn", "gpt_neox"),
     *in_attention(f"{EVERY_BIAS}, fire, xpos, {EVERY_ROTATION}, logn", "gpt2"),
     *in_attention(f"alibi, t5, kerple, fire, sandwich, xpos, {EVERY_ROTATION}, logn", "opt"),
-    *in_attention("alibi, rope", "bert", flex=True),
-    *in_attention("alibi learnable, alibi per layer, t5, t5 per layer, kerple, kerple power, sandwich", "bert"),
+    *in_attention("alibi, t5, kerple, kerple power, sandwich, rope", "bert", flex=True),
+    *in_attention("alibi learnable, alibi per layer, t5 per layer", "bert"),
     *in_attention("linear, ntk, ntk-by-parts, yarn, llama3, proportional", "bert"),
     *in_attention(f"alibi, t5, kerple, sandwich, {EVERY_ROTATION}", "roberta"),
     *in_attention("alibi, t5, kerple, sandwich", "modernbert"),
