@@ -329,7 +329,7 @@ class Subject:
             labels[~masked] = IGNORED
             ids = ids.masked_fill(masked, self.tokenizer.mask_token_id)
         labels[:, :-scored] = IGNORED
-        return ids[:, -length:], labels[:, -length:]
+        return ids[:, -length:].contiguous(), labels[:, -length:].contiguous()
 
     def loss(self, model: Any) -> float:
         """At the trained length, all tokens."""
