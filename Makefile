@@ -1,9 +1,10 @@
 # `make demo`, `make test`: the rest is for developers. PIP_CONSTRAINT may choose a torch build.
 PYTHON ?= python3
 VENV ?= .venv
+OLDEST ?= 5.17.0
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-long quality bench readme pictures docs studies wheel clean
+.PHONY: demo test test-long coverage drift quality bench readme pictures docs studies wheel clean
 
 $(VENV)/run: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +23,17 @@ test: $(VENV)/dev  ## the tests
 
 test-long: $(VENV)/dev  ## the tests that take minutes each
 	$(RUN) -m pytest -m long
+
+coverage: $(VENV)/dev  ## every text model type of transformers, into docs/coverage.md; goes on where it was stopped
+	$(RUN) -m tests.coverage
+
+drift: $(VENV)/oldest  ## a sample of it on the oldest transformers that is supported
+	$(VENV)/oldest/bin/python -m pytest tests/test_coverage.py tests/test_zoo.py
+
+$(VENV)/oldest: pyproject.toml
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet --editable . 'transformers==$(OLDEST)' pytest
+	touch $@
 
 quality: $(VENV)/dev  ## lint and format check
 	$(RUN) -m ruff check .

@@ -54,6 +54,11 @@ class Scheme:
         turned = self.in_attention or ROTARY not in native
         return self.sites & ({BIAS, ROTARY} if turned else {BIAS})
 
+    def silences(self, native: frozenset[str]) -> frozenset[str]:
+        """Those of a model's own sites that stop; like for like leaves the others alone."""
+        replaced = (self.sites & native) - self.sites_in_attention(native)
+        return frozenset() if replaced or self.stacks else native
+
     @property
     def recomputable(self) -> bool:
         """Whether what it puts into a model's own table follows from its parameters, without the old table."""

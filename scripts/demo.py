@@ -217,12 +217,15 @@ class Demo:
         built = report.build(
             self.protocol(),
             mine,
-            models={"base": {"source": "base"}, "model": {"source": scheme}},
+            {"base": None, scheme: "base"},
+            measures=report.Measures(),
+            models={"base": {"source": "base"}, scheme: {"source": scheme}},
             original_length=self.arguments.length,
             data=self.fingerprint(),
             batch_size=EVALUATION_BATCH,
             device="cpu",
-            seconds=sum(point["seconds"] for one in mine for point in one["points"]),
+            seconds=sum(one["seconds"] for one in mine),
+            processes=1,
         )
         write_report(built, self.folder / scheme)
         return write_card(self.folder / scheme)

@@ -110,12 +110,12 @@ def losses(log: TrainingLog) -> list[float]:
     return [entry["loss"] for entry in log.entries]
 
 
-def launch(processes: int, arguments: FinetuneArguments, *more: str) -> TrainingLog:
-    """scripts/finetune.py on several CPU processes."""
-    options = ["--multi_gpu", "--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no"]
+def launch(processes: int, arguments: FinetuneArguments, *more: str, config: str = "ddp") -> TrainingLog:
+    """scripts/finetune.py on several CPU processes, spread as one of scripts/configs says."""
     command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", ROOT / "scripts" / "configs" / f"{config}.yaml", "--mixed_precision", "no"]
     port = str(20000 + os.getpid() % 20000)
-    command += [*options, "--num_processes", processes, "--main_process_port", port, SCRIPT]
+    command += ["--num_processes", processes, "--main_process_port", port, SCRIPT]
     run(*command, *flags(arguments), *more, ACCELERATE_USE_CPU="true")
     log = TrainingLog.read(arguments.output_dir)
     assert log.hardware["processes"] == processes

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
 import runpy
 import shutil
+import signal
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import datasets
@@ -16,6 +18,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import ParallelismConfig
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file
 from transformers import (
     BertModel,
     BloomConfig,
@@ -24,9 +29,11 @@ from transformers import (
 )
 
 from hf_posswap import PosSwapError, from_pretrained, patch_model
+from hf_posswap.scheme import make_scheme
+from hf_posswap.training import loss
 from hf_posswap.training.arguments import FinetuneArguments
 from hf_posswap.training.checkpoints import STATE
-from hf_posswap.training.checks import check_documents_apart
+from hf_posswap.training.checks import check_documents_apart, check_parallelism
 from hf_posswap.training.data import IGNORED, Batches, read_documents, tokenize
 from hf_posswap.training.log import TrainingLog
 from hf_posswap.training.loop import finetune, load
@@ -346,10 +353,17 @@ def test_trackers_get_every_entry(arguments, tokenizer):
 
 def test_a_loss_that_is_not_finite_stops_before_the_weights_are_lost(arguments, tokenizer):
     model = llama()
-    with pytest.raises(PosSwapError, match=r"the loss of step [23] is (nan|inf)"):
+    with pytest.raises(PosSwapError, match=r"the (loss|norm of the gradient) of step [23] is (nan|inf)"):
         finetune(model, tokenizer, replace(arguments, learning_rate=1e30, lr_scheduler_type="constant"))
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     assert "forward" not in vars(model)
+    (saved,) = Path(arguments.output_dir).glob("failed-step-*-process-0.safetensors")
+    step = int(saved.name.split("-")[2]) - 1
+    blocks = Blocks(tokenize(read_documents(arguments), tokenizer), BLOCK)
+    (batch,) = Batches(blocks, tokenizer, arguments, "causal", 4).of_process(step, 0, 1)
+    kept = load_file(saved)
+    assert kept.keys() == {f"0.{name}" for name in batch}
+    assert all(torch.equal(kept[f"0.{name}"], tensor) for name, tensor in batch.items())
 
 
 def test_a_start_loss_above_the_limit_stops_before_the_first_update(arguments, tokenizer):
@@ -360,7 +374,79 @@ def test_a_start_loss_above_the_limit_stops_before_the_first_update(arguments, t
     assert torch.equal(model.lm_head.weight, before)
 
 
+def test_a_swap_that_broke_a_trained_model_is_stopped_before_any_step(arguments, tokenizer):
+    """Healthy: a swapped model costs more than the unpatched one and less than guessing. Broken: it guesses."""
+    base = llama()
+    finetune(base, tokenizer, replace(arguments, output_dir=arguments.output_dir + "-base", max_steps=60, save_steps=0))
+    healthy = patch_model(copy.deepcopy(base), "yarn", factor=4)
+    log = finetune(healthy, tokenizer, replace(arguments, block_size=2 * BLOCK, save_steps=0))
+    assert log.start["tokens"] == BLOCK
+    blocks = Blocks(tokenize(read_documents(arguments), tokenizer), 2 * BLOCK)
+    rows = Batches(blocks, tokenizer, arguments, "causal", 4).rows(0)[1]
+    ids = torch.from_numpy(np.stack([blocks[int(row)][0][:BLOCK] for row in rows]))
+    for name, model in (("unpatched", base), ("swapped", patch_model(copy.deepcopy(base), "yarn", factor=4))):
+        expected = model.eval()(input_ids=ids, labels=ids).loss.item()
+        assert log.start[name] == pytest.approx(expected, abs=1e-3)
+
+    base = gpt2()
+    finetune(base, tokenizer, replace(arguments, output_dir=arguments.output_dir + "-gpt2", max_steps=60, save_steps=0))
+    broken = patch_model(base, "learned", max_positions=80)
+    broken.transformer.wpe.weight.data[:] = 100 * broken.transformer.wte.weight[0]  # drowns every token
+    before = broken.lm_head.weight.clone()
+    asked = replace(arguments, output_dir=arguments.output_dir + "-broken")
+    with pytest.raises(PosSwapError, match=r"the first rows cost .* before the swap; guessing costs 5.56.*probe"):
+        finetune(broken, tokenizer, asked)
+    assert torch.equal(broken.lm_head.weight, before)
+    assert broken.config.n_positions == 80
+
+
 # --- checkpoints and processes
+
+
+def test_the_same_command_goes_on_where_only_the_last_save_was_missing(arguments, tokenizer):
+    """Killed after its last checkpoint: what is left to do is to write the model."""
+    base, out = Path(arguments.output_dir + "-base"), Path(arguments.output_dir)
+    llama().save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    asked = replace(arguments, model=str(base), save_steps=2)
+    whole = finetune(*load(asked), asked)
+    expected = from_pretrained(out).state_dict()
+    for file in ("model.safetensors", "train_log.json"):
+        (out / file).unlink()
+    again = finetune(*load(asked), asked)
+    assert losses(again) == losses(whole)
+    weights = from_pretrained(out).state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+    with pytest.raises(PosSwapError, match=r"max_steps=4: .*checkpoint-4 has done 4 already"):
+        finetune(*load(asked), asked)
+
+
+def test_a_full_disk_costs_no_more_than_the_steps_since_the_last_checkpoint(tmp_path, arguments, tokenizer):
+    """From checkpoint-4 on the process may write no file of more than 4 kB."""
+    base = tmp_path / "base"
+    llama().save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    asked = replace(arguments, model=str(base), save_steps=2)
+    full = tmp_path / "full.py"
+    full.write_text(
+        "import pathlib, resource, runpy, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "mkdir = pathlib.Path.mkdir\n"
+        "def fill(self, *args, **kwargs):\n"
+        "    if 'checkpoint-4' in str(self):\n"
+        "        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))\n"
+        "    mkdir(self, *args, **kwargs)\n"
+        "pathlib.Path.mkdir = fill\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    done = run(sys.executable, full, SCRIPT, *flags(asked), expect=1)
+    assert "File too large" in done.stderr
+    left = {path.name for path in Path(arguments.output_dir).iterdir()}
+    assert left == {"checkpoint-2", ".checkpoint-4.partial"}
+    log = finetune(*load(asked), asked)
+    assert losses(log) == losses(finetune(llama(), tokenizer, replace(asked, output_dir=str(tmp_path / "whole"))))
+    assert {p.name for p in Path(arguments.output_dir).glob("*checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
 
 
 def test_resume_after_a_kill_in_the_middle_of_a_save_equals_the_run_in_one_go(tmp_path, arguments, tokenizer):
@@ -374,17 +460,17 @@ def test_resume_after_a_kill_in_the_middle_of_a_save_equals_the_run_in_one_go(tm
 
     death = tmp_path / "death.py"
     death.write_text(
-        "import os, sys, runpy, torch\n"
+        "import os, signal, sys, runpy, torch\n"
         "save, calls = torch.save, []\n"
         "def die(value, file, *rest, **options):\n"
         "    if 'checkpoint-4' in str(file):\n"
-        "        os._exit(9)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    save(value, file, *rest, **options)\n"
         "torch.save = die\n"
         "sys.argv = sys.argv[1:]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    run(sys.executable, death, SCRIPT, *flags(killed), *scheme, expect=9)
+    run(sys.executable, death, SCRIPT, *flags(killed), *scheme, expect=-signal.SIGKILL)
     left = {path.name for path in Path(killed.output_dir).iterdir()}
     assert left == {"checkpoint-2", ".checkpoint-4.partial"}
     checkpoint = Path(killed.output_dir) / "checkpoint-2"
@@ -394,8 +480,7 @@ def test_resume_after_a_kill_in_the_middle_of_a_save_equals_the_run_in_one_go(tm
     whole = load(asked, patched_scheme())
     expected = finetune(*whole, asked)
     shutil.rmtree(base)  # a resumed run has no use for it
-    resumed = replace(killed, resume_from_checkpoint="latest")
-    done = run(sys.executable, SCRIPT, *flags(resumed), *scheme)
+    done = run(sys.executable, SCRIPT, *flags(killed), *scheme)  # the same command
     assert "resumed after step 2" in done.stdout
     log = TrainingLog.read(killed.output_dir)
     assert log.steps == 6
@@ -413,8 +498,6 @@ def test_resume_after_a_kill_in_the_middle_of_a_save_equals_the_run_in_one_go(tm
 
 
 def patched_scheme():
-    from hf_posswap.scheme import make_scheme
-
     return make_scheme("yarn", {"factor": 2.0, "original_max_position_embeddings": BLOCK})
 
 
@@ -422,10 +505,8 @@ def test_resume_refuses_what_would_not_continue_the_run(arguments, tokenizer):
     asked = replace(arguments, max_steps=2, save_steps=2)
     model = patch_model(llama(), "linear", factor=2)
     finetune(model, tokenizer, asked)
-    with pytest.raises(PosSwapError, match=r"already holds checkpoint-2.*--resume_from_checkpoint latest"):
-        finetune(llama(), tokenizer, asked)
-    latest = replace(asked, resume_from_checkpoint="latest", max_steps=4)
-    with pytest.raises(PosSwapError, match=r"model: it was loaded from .* load the checkpoint's own model"):
+    latest = replace(asked, max_steps=4)
+    with pytest.raises(PosSwapError, match=r"model: it was loaded from .* load the checkpoint's own model, or give an"):
         finetune(patch_model(llama(), "linear", factor=2), tokenizer, latest)
     with pytest.raises(PosSwapError, match=r"scheme=yarn.* was given, and .*checkpoint-2 carries linear\(factor=2"):
         load(latest, patched_scheme())
@@ -437,7 +518,7 @@ def test_resume_refuses_what_would_not_continue_the_run(arguments, tokenizer):
     ):
         with pytest.raises(PosSwapError, match=message):
             finetune(*load(latest), replace(latest, **change))
-    with pytest.raises(PosSwapError, match="no checkpoint in output_dir"):
+    with pytest.raises(PosSwapError, match="model=None: give the folder of the model to train"):
         load(replace(latest, output_dir=arguments.output_dir + "-none"))
     log = finetune(*load(latest), replace(latest, per_device_train_batch_size=1, gradient_accumulation_steps=4))
     assert [entry["step"] for entry in log.entries] == [1, 2, 3, 4]
@@ -483,22 +564,49 @@ def test_weights_are_loaded_as_float32_unless_asked_otherwise(tmp_path, argument
         assert from_pretrained(one.output_dir).dtype == expected
 
 
-def test_two_processes_train_as_one_does(tmp_path, arguments, tokenizer, short_documents):
-    """Rows of uneven targets, so that a mean of the processes' means would differ."""
+@pytest.mark.parametrize(
+    ("config", "tied", "scheme"),
+    [
+        ("ddp", False, {}),
+        ("fsdp2", False, {"scheme": "t5"}),
+        pytest.param("fsdp2", True, {"scheme": "yarn", "factor": 2.0}, marks=pytest.mark.long),
+        pytest.param("ddp", True, {"scheme": "t5"}, marks=pytest.mark.long),
+    ],
+    ids=["ddp", "fsdp2-t5", "fsdp2-yarn-tied", "ddp-t5-tied"],
+)
+@pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
+def test_two_processes_train_and_resume_as_one_does(
+    config, tied, scheme, tmp_path, arguments, tokenizer, short_documents, monkeypatch
+):
+    """Rows of uneven targets, so that a mean of the processes' means would differ; and several pieces of logits."""
     base = tmp_path / "base"
-    llama().save_pretrained(base)
+    llama(tie_word_embeddings=tied, vocab_size=2**16).save_pretrained(base)  # 16 tokens of logits at once
     tokenizer.save_pretrained(base)
-    asked = replace(arguments, model=str(base), train_dir=short_documents, packing="documents", save_steps=0)
-    one = finetune(*load(asked), asked)
+    monkeypatch.setattr(loss, "LOGITS_AT_ONCE", 2**20)
+    short = {"train_dir": short_documents, "packing": "documents", "save_steps": 2}
+    asked = replace(arguments, model=str(base), **short)
+    one = finetune(*load(asked, make_scheme(scheme["scheme"], without_name(scheme)) if scheme else None), asked)
     shape = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
     shared = replace(asked, output_dir=str(tmp_path / "two"), **shape)
-    two = launch(2, shared)
-    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
-    norms = [[entry["grad_norm"] for entry in log.entries] for log in (one, two)]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    words = [str(word) for name, value in scheme.items() for word in (f"--{name}", value)]
+    two = launch(2, shared, *words, config=config)
+    assert two.hardware["distributed"] == {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}[config]
+    again = replace(
+        shared, output_dir=str(tmp_path / "again"), resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-2")
+    )
+    resumed = launch(2, again, *words, config=config)
+    for log in (two, resumed):
+        assert losses(log) == pytest.approx(losses(one), rel=1e-5)
+        norms = [[entry["grad_norm"] for entry in one_of.entries] for one_of in (one, log)]
+        assert norms[1] == pytest.approx(norms[0], rel=1e-4)
     ids = torch.arange(20)[None]
-    outputs = [from_pretrained(run.output_dir)(ids).logits for run in (asked, shared)]
-    torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-3)
+    outputs = [from_pretrained(run.output_dir)(ids).logits for run in (asked, shared, again)]
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(outputs[2], outputs[1], rtol=1e-4, atol=1e-4)
+
+
+def without_name(scheme: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in scheme.items() if name != "scheme"}
 
 
 @pytest.mark.long
@@ -514,6 +622,35 @@ def test_two_processes_of_a_masked_model_resume_as_one_process_does(tmp_path, ar
     # the schedule of the first two steps was that of a shorter run
     assert losses(two)[:2] == pytest.approx(losses(one)[:2], rel=1e-5)
     assert len(losses(two)) == 4
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What check_parallelism asks of an Accelerator, which cannot be had here with these settings."""
+
+    distributed_type: DistributedType = DistributedType.FSDP
+    is_fsdp2: bool = True
+    parallelism_config: ParallelismConfig | None = None
+
+
+@pytest.mark.parametrize(
+    ("make", "objective", "change", "spread", "message"),
+    [
+        (llama, "causal", {"train": "lora"}, Spread(), "train='lora' merges whole weights, and FSDP holds a part"),
+        (llama, "causal", {}, Spread(is_fsdp2=False), "fsdp_version=1 is not carried"),
+        (lambda: patch_model(llama(), "alibi"), "causal", {}, 2, "cp_size=2: a part of a row .* which alibi"),
+        (bert, "masked", {}, 2, "cp_size=2: its hooks make every attention causal"),
+        (llama, "causal", {"packing": "documents"}, 2, "cp_size=2: its hooks drop the mask that keeps documents apart"),
+        (llama, "causal", {}, 2, "cp_size=2: this loop gives every process whole rows; use cp_size=1"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
+def test_ways_to_spread_the_work_that_are_not_survived_are_refused(make, objective, change, spread, message, arguments):
+    if spread == 2:
+        spread = Spread(parallelism_config=ParallelismConfig(cp_size=2))
+    with pytest.raises(PosSwapError, match=message):
+        check_parallelism(spread, make(), objective, replace(arguments, **change))
+    check_parallelism(Spread(DistributedType.MULTI_GPU, False), make(), objective, replace(arguments, **change))
 
 
 def test_processes_that_would_train_apart_are_refused(monkeypatch, arguments, tokenizer):

@@ -88,6 +88,29 @@ class FinetuneArguments:
         default=0.15, metadata=_help("Share of the tokens that the masked objective predicts.")
     )
 
+    train: Literal["all", "positions", "lora"] = field(
+        default="all",
+        metadata=_help(
+            "all: every weight that is not frozen.",
+            "positions: only what a scheme learns (a bias, a table of positions).",
+            "lora: PEFT's adapters, and with them the parameters of positions; the model is saved merged.",
+        ),
+    )
+    positions_learning_rate: float | None = field(
+        default=None,
+        metadata=_help("Peak learning rate of the parameters of positions; --learning_rate where not given."),
+    )
+    lora_rank: int = field(default=8, metadata=_help("Rank of the adapters."))
+    lora_alpha: int = field(default=16, metadata=_help("Their scale: alpha / rank."))
+    lora_targets: list[str] | None = field(
+        default=None,
+        metadata=_help("Names of the modules that get one: q_proj v_proj, say. All linear ones but the head, else."),
+    )
+    lora_norms: bool = field(
+        default=True, metadata=_help("Train the norms too: longer contexts need it (LongLoRA, section 3.3).")
+    )
+    lora_embeddings: bool = field(default=True, metadata=_help("Train the token embedding too, for the same reason."))
+
     distil: float = field(
         default=0.0,
         metadata=_help(
@@ -137,22 +160,34 @@ class FinetuneArguments:
         default=None,
         metadata=_help(
             "Stop before the first update where the first loss, in nats per token, is above this.",
-            "Give what the model is known to reach untrained: a swap that went wrong shows there.",
+            "In any case a new run compares it with that of the model before its swap, and stops where a trained",
+            "model is left no better than guessing.",
         ),
     )
     seed: int = field(default=42, metadata=_help("Of the order of the rows, the masking and dropout."))
 
     logging_steps: int = field(default=1, metadata=_help("Optimizer steps from one line of the log to the next."))
     save_steps: int = field(default=500, metadata=_help("Optimizer steps from one checkpoint to the next; 0: none."))
-    resume_from_checkpoint: str | None = field(
-        default=None, metadata=_help("Folder of a checkpoint, or `latest` for the newest in --output_dir.")
+    resume_from_checkpoint: str = field(
+        default="latest",
+        metadata=_help(
+            "Folder of a checkpoint; or `latest`, the newest in --output_dir, and a new run where there is none yet:",
+            "the same command, given again after an interruption, goes on.",
+        ),
     )
     report_to: str | None = field(
         default=None, metadata=_help("A tracker that accelerate knows: tensorboard, wandb, ...")
     )
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps"):
+        for name in (
+            "max_steps",
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "logging_steps",
+            "lora_rank",
+            "lora_alpha",
+        ):
             self._check(name, at_least=1)
         for name in ("warmup_steps", "weight_decay", "max_grad_norm", "seed", "save_steps"):
             self._check(name, at_least=0)
@@ -161,6 +196,7 @@ class FinetuneArguments:
         self._check("block_size", at_least=SHORTEST_BLOCK)
         self._check("mlm_probability", above=0, below=1)
         self._check("learning_rate", above=0)
+        self._check("positions_learning_rate", above=0)
         self._check("max_start_loss", above=0)
         self._check("distil", at_least=0, at_most=1)
         self._check("distil_temperature", above=0)

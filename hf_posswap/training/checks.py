@@ -8,16 +8,21 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+from accelerate.utils import DistributedType
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
 from ..anatomy import find_table, kind
+from ..attention import ATTRIBUTE
 from ..errors import PosSwapError
+from ..patching import record_of
+from ..scheme import name_of
 from .arguments import SHORTEST_BLOCK, FinetuneArguments
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -71,6 +76,36 @@ def check_count(rows: int, global_batch_size: int, tokens: int, arguments: Finet
             f"takes {global_batch_size}; give more text"
             + (f", or a block_size of at most {greatest}" if greatest >= SHORTEST_BLOCK else "")
         )
+
+
+def check_parallelism(
+    accelerator: Accelerator, model: PreTrainedModel, objective: str, arguments: FinetuneArguments
+) -> None:
+    """Raise PosSwapError for a way to spread the work that this model, its scheme or this loop does not survive."""
+    kind_of = accelerator.distributed_type
+    sharded = kind_of in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    if arguments.train == "lora" and sharded:
+        raise PosSwapError(
+            f"train='lora' merges whole weights, and {kind_of.value} holds a part of each in a process; use DDP"
+        )
+    if kind_of == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise PosSwapError("fsdp_version=1 is not carried; use fsdp_version: 2, as in scripts/configs/fsdp2.yaml")
+    parallelism = accelerator.parallelism_config
+    if parallelism is None:
+        return
+    if parallelism.cp_size > 1:
+        why = "this loop gives every process whole rows"
+        if any(ATTRIBUTE in vars(module) for module in model.modules()):
+            why = f"a part of a row does not know its place, which {name_of(record_of(model))} needs inside attention"
+        elif objective == "masked":
+            why = "its hooks make every attention causal, and a masked model looks both ways"
+        elif arguments.packing != "concat":
+            why = f"its hooks drop the mask that keeps documents apart, and packing={arguments.packing!r} needs it"
+        raise PosSwapError(f"cp_size={parallelism.cp_size}: {why}; use cp_size=1")
+    for name in ("tp_size", "sp_size"):
+        size = getattr(parallelism, name, 1)
+        if size > 1:
+            raise PosSwapError(f"{name}={size}: this loop gives every process whole rows and layers; use {name}=1")
 
 
 @torch.no_grad()

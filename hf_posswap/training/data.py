@@ -114,6 +114,11 @@ class Batches:
         begins = range(process * size, self.global_batch_size, processes * size)
         return [self._collate(epoch, rows[begin : begin + size], self.length(step)) for begin in begins]
 
+    def first(self) -> dict[str, Tensor]:
+        """The first batch of the first process."""
+        epoch, rows = self.rows(0)
+        return self._collate(epoch, rows[: self.arguments.per_device_train_batch_size], self.length(0))
+
     def length(self, step: int) -> int:
         """Tokens in a row of a step."""
         stages, steps = self.arguments.curriculum or [], self.arguments.curriculum_steps

@@ -58,6 +58,8 @@ class TrainingLog:
     longest_document: of the text, in tokens; longest_document is the most that attention spans where documents are
     packed apart. global_batch_size: rows per step.
 
+    start: what the first rows cost before any step, see `guard.check_start`.
+
     steps, tokens: done so far. wall_seconds: loading of data, checkpoints and earlier parts of a resumed run
     included. entries: one dict per logged step: step, loss (nats per target token of that step's global batch),
     task_loss (the cross-entropy in it, where a teacher has a share), learning_rate, grad_norm (before clipping),
@@ -68,6 +70,7 @@ class TrainingLog:
     scheme: dict[str, Any] | None
     model_class: str
     parameters: int
+    trained_parameters: int
     objective: str
     chunked_loss: bool
     corpus_tokens: int
@@ -78,6 +81,7 @@ class TrainingLog:
     command: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     hardware: dict[str, Any] = field(default_factory=dict)
+    start: dict[str, float] | None = None
     steps: int = 0
     tokens: int = 0
     wall_seconds: float = 0.0
@@ -107,7 +111,7 @@ class TrainingLog:
                     "resumed: its steps cannot be continued"
                 )
         self.steps, self.tokens, self.wall_seconds = earlier.steps, earlier.tokens, earlier.wall_seconds
-        self.entries = list(earlier.entries)
+        self.entries, self.start = list(earlier.entries), earlier.start
 
     def write(self, folder: Path) -> None:
         """Replace `folder/train_log.json`; the former one stays whole until this one is."""

@@ -5,7 +5,8 @@ Letters: B batch, S sequence, E width of the hidden states, V vocabulary, T targ
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,19 @@ def chunk_loss(
     chunk = chunk or max(1, LOGITS_AT_ONCE // model.get_output_embeddings().weight.shape[0])
     model.forward = MethodType(_forward(model.forward, chunk, causal, distillation), model)
     return True
+
+
+@contextmanager
+def chunked(model: PreTrainedModel, causal: bool) -> Iterator[None]:
+    """Within it `model(input_ids, labels)` is as `chunk_loss` makes it, if it can."""
+    before = vars(model).get("forward")
+    chunk_loss(model, causal=causal)
+    try:
+        yield
+    finally:
+        vars(model).pop("forward", None)
+        if before is not None:
+            model.forward = before
 
 
 def _forward(
