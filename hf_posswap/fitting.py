@@ -30,7 +30,7 @@ from .attention import ATTRIBUTE, Attached, stock
 from .edits import Hook, Journal, Replace
 from .errors import PosSwapError, nearest
 from .parts import exchange_rotation
-from .planning.attention import trained_length
+from .planning.attention import is_causal, trained_length
 from .planning.plan import Plan
 from .profile import Fit, Tally
 from .quiet import quiet
@@ -212,18 +212,18 @@ class Rows:
 # --- listening
 
 
-def listen(new: Plan, attached: Mapping[nn.Module, Attached], rows: Rows) -> dict[nn.Module, Tally]:
+def listen(new: Plan, modules: Iterable[nn.Module], rows: Rows) -> dict[nn.Module, Tally]:
     """Run the source model on the rows, and count what its positions add in each attention module."""
     model = new.anatomy.model
     ears: dict[nn.Module, TurnedEar | PlacedEar] = {}
     edits: list[Replace | Hook] = []
-    for module, one in attached.items():
+    for module in modules:
         if ROTARY in new.anatomy.sites:
-            ears[module] = TurnedEar(one.causal)
+            ears[module] = TurnedEar(is_causal(module, None))
             names = tuple(inspect.signature(module.forward).parameters)
             edits.append(Hook(module, partial(ears[module].before, names=names)))
         else:
-            ears[module] = PlacedEar(one.causal)
+            ears[module] = PlacedEar(is_causal(module, None))
         edits.append(Replace(module, ATTRIBUTE, (ears[module],)))
     for config in {id(module.config): module.config for module in ears}.values():
         backend = "eager" if config._attn_implementation == "eager" else "sdpa"

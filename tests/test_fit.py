@@ -490,7 +490,7 @@ def test_a_scheme_without_free_parameters_refuses_text_by_name(name):
         ("llama", "alibi", {}, "learnable=True"),
         ("t5_encoder", "kerple", {}, "has a bias"),
         ("bloom", "t5", {}, "has a bias"),
-        ("mpnet", "t5", {}, "an attention of its own"),
+        ("mpnet", "t5", {}, "has a bias"),
         ("falcon", "t5", {}, "does not call"),
         ("vit", "t5", {}, "grid"),
     ],
