@@ -30,7 +30,7 @@ from .attention import ATTRIBUTE, Attached, stock
 from .edits import Hook, Journal, Replace
 from .errors import PosSwapError, nearest
 from .parts import exchange_rotation
-from .planning.attention import trained_length
+from .planning.attention import is_causal, trained_length
 from .planning.plan import Plan
 from .profile import Fit, Tally
 from .quiet import quiet
@@ -70,7 +70,8 @@ def fit_plan(new: Plan, batches: Any, tokenizer: Any = None) -> None:
     if any(one.change.fit is None for one in attached.values()):
         raise PosSwapError(f"{new.scheme}: fit= finds no parameters to choose; {new.scheme.fits_with}")
     _refuse_deaf(new, attached)
-    rows = Rows(batches, tokenizer, trained_length(new), new.anatomy.model)
+    vocabulary = new.anatomy.model.get_input_embeddings().weight.shape[0]
+    rows = Rows(batches, tokenizer, trained_length(new), vocabulary)
     tallies = listen(new, attached, rows)
     together: dict[Attached, list[nn.Module]] = defaultdict(list)
     for module, one in attached.items():
@@ -126,12 +127,15 @@ def _refuse_deaf(new: Plan, attached: Mapping[nn.Module, Attached]) -> None:
 
 @dataclass
 class Rows:
-    """Calibration text as rows of equal length without padding: dicts of (B, S) inputs. Counts its `tokens`."""
+    """Calibration text as rows of equal length without padding: dicts of (B, S) inputs. Counts its `tokens`.
+
+    limit: tokens of the longest row, 0 where the model does not tell. vocabulary: ids that the model knows.
+    """
 
     batches: Any
     tokenizer: Any
     limit: int
-    model: nn.Module
+    vocabulary: int
     tokens: int = 0
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -159,6 +163,8 @@ class Rows:
         ids = inputs.get("input_ids")
         if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dim() not in (1, 2):
             raise self._refuse(batch, "holds no token ids of shape (batch, sequence) or (sequence,)")
+        if ids.numel() and not 0 <= ids.min() <= ids.max() < self.vocabulary:
+            raise self._refuse(batch, f"holds ids that are not among this model's {self.vocabulary}")
         inputs = {name: value[None] if ids.dim() == 1 else value for name, value in inputs.items()}
         for name, value in inputs.items():
             if (
@@ -172,12 +178,9 @@ class Rows:
         """Texts, cut into rows of the trained length."""
         if self.tokenizer is None:
             raise self._refuse(texts[0][:40], "is text; give tokenizer= too, or token ids")
-        size = self.limit or None
-        rows = [
-            ids[begin : begin + (size or len(ids))]
-            for ids in self.tokenizer(list(texts), truncation=False, verbose=False)["input_ids"]
-            for begin in range(0, len(ids), size or len(ids) or 1)
-        ]
+        documents = self.tokenizer(list(texts), truncation=False, verbose=False)["input_ids"]
+        size = self.limit or max(1, *map(len, documents))
+        rows = [ids[begin : begin + size] for ids in documents for begin in range(0, len(ids), size)]
         longest = max(map(len, rows), default=0)
         padded = torch.zeros(len(rows), longest, dtype=torch.long)
         mask = torch.zeros_like(padded)
@@ -209,18 +212,18 @@ class Rows:
 # --- listening
 
 
-def listen(new: Plan, attached: Mapping[nn.Module, Attached], rows: Rows) -> dict[nn.Module, Tally]:
+def listen(new: Plan, modules: Iterable[nn.Module], rows: Rows) -> dict[nn.Module, Tally]:
     """Run the source model on the rows, and count what its positions add in each attention module."""
     model = new.anatomy.model
     ears: dict[nn.Module, TurnedEar | PlacedEar] = {}
     edits: list[Replace | Hook] = []
-    for module, one in attached.items():
+    for module in modules:
         if ROTARY in new.anatomy.sites:
-            ears[module] = TurnedEar(one.causal)
+            ears[module] = TurnedEar(is_causal(module, None))
             names = tuple(inspect.signature(module.forward).parameters)
             edits.append(Hook(module, partial(ears[module].before, names=names)))
         else:
-            ears[module] = PlacedEar(one.causal)
+            ears[module] = PlacedEar(is_causal(module, None))
         edits.append(Replace(module, ATTRIBUTE, (ears[module],)))
     for config in {id(module.config): module.config for module in ears}.values():
         backend = "eager" if config._attn_implementation == "eager" else "sdpa"

@@ -30,9 +30,9 @@ class Record:
 
     length: the longest sequence, in tokens (patches), the result is meant for. original: config values before the
     swap, by dotted path (`pairing`, the one that no config holds, beside them). measured: numbers read off the
-    model at the swap and needed again at a reload. source: the un-patched model's name. layers: indices of the layers
-    that take the scheme, None for all. stack: `encoder` or `decoder` where one takes it, None (not written) for all
-    there is. Written with a digest: a record that was damaged, or edited by hand, describes
+    model at the swap, needed again at a reload, or told by `describe` (FIT). source: the un-patched model's name.
+    layers: indices of the layers that take the scheme, None for all. stack: `encoder` or `decoder` where one takes it,
+    None (not written) for all there is. Written with a digest: a record that was damaged, or edited by hand, describes
     another model than the one it lies with.
     """
 

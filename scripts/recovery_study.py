@@ -182,7 +182,7 @@ class Study:
         from hf_posswap import runs
         from hf_posswap.evaluation.recovery import plot_recovery
 
-        everything = Study(replace(self.given, only=None, seeds=max(3, self.given.seeds), scratch_seeds=3)).cells()
+        everything = Study(replace(self.given, only=None, seeds=max(3, self.given.seeds), scratch_seeds=1)).cells()
         cells = [found for cell in everything if (found := self.found(cell)) is not None]
         output = Path(self.given.output_dir)
         subjects = {model: self.subject(model) for model in dict.fromkeys(cell["model"] for cell in cells)}
@@ -196,7 +196,7 @@ class Study:
             "hardware": runs.hardware("cpu"),
             "versions": runs.versions(),
         }
-        page = self.page(cells, subjects, base)
+        page = f"{len(cells)} of the study's {len(everything)} cells were run.\n\n" + self.page(cells, subjects, base)
         with runs.replacing(output / "results.json") as path:
             path.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         (output / "table.md").write_text(page, encoding="utf-8")
@@ -329,7 +329,7 @@ class Subject:
             labels[~masked] = IGNORED
             ids = ids.masked_fill(masked, self.tokenizer.mask_token_id)
         labels[:, :-scored] = IGNORED
-        return ids[:, -length:], labels[:, -length:]
+        return ids[:, -length:].contiguous(), labels[:, -length:].contiguous()
 
     def loss(self, model: Any) -> float:
         """At the trained length, all tokens."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hf_posswap import PosSwapError
+from hf_posswap.evaluation import recovery
 
 from .test_scripts import ROOT, call, checkpoint  # noqa: F401
 
@@ -18,6 +19,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import demo
 import fixed_or_learned
 import longrope_study
+import recovery_study
 
 
 def test_the_demos_text_does_not_depend_on_the_process():
@@ -87,3 +89,55 @@ def test_dilution_of_a_checkpoint(checkpoint: Path, tmp_path: Path):  # noqa: F8
     refused = call("dilution.py", *flags, 64)
     assert refused.returncode == 2
     assert "no text has the 4096 tokens" in refused.stderr
+
+
+CURVE = [(0, 3.0), (100, 2.0), (200, 1.0)]
+
+
+@pytest.mark.parametrize(("loss", "tokens"), [(3.5, 0), (3.0, 0), (2.5, 50), (2.0, 100), (1.25, 175), (0.9, None)])
+def test_tokens_to_a_loss_are_read_off_the_curve(loss, tokens):
+    assert recovery.tokens_to_reach(CURVE, loss) == tokens
+
+
+def test_table_of_recovery_pairs_the_seeds():
+    """Each fitted run is held against the cold one of its own seed; a recipe that was not run has no row."""
+
+    def cell(recipe, seed, curve):
+        return {"model": "m", "scheme": "t5", "recipe": recipe, "seed": seed, "curve": curve, "lengths": LENGTHS}
+
+    LENGTHS = {"8": 1.0, "16": 1.5, "32": 1.7}
+    cells = [
+        cell("cold", 0, [(0, 4.0), (100, 2.0)]),
+        cell("cold", 1, [(0, 4.0), (100, 3.0)]),
+        cell("fit", 0, [(0, 3.0), (100, 1.0)]),
+        cell("fit", 1, [(0, 4.0), (100, 1.0)]),
+        cell("scratch", 0, [(0, 5.0), (900, 0.5)]),
+    ]
+    _, _, cold, fit = recovery.table(cells, "m").splitlines()
+    assert cold == "| t5 | cold | 4.000 [4.000, 4.000] | 2.500 [2.000, 3.000] | 100 % [100 %, 100 %] " + (
+        "| 1.500 [1.500, 1.500] | 1.700 [1.700, 1.700] | 0.500 |"
+    )
+    assert "| 3.500 [3.000, 4.000] | 1.000 [1.000, 1.000] | 42 % [33 %, 50 %] |" in fit
+    slow = [cell("cold", 0, [(0, 4.0), (100, 2.0)]), cell("fit", 0, [(0, 3.0), (100, 2.5)])]
+    assert "| not reached |" in recovery.table(slow, "m").splitlines()[-1]
+
+
+def test_the_recovery_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch):
+    """A BERT trained for a moment: a fitted cell, then, of a second run, the cold one beside it."""
+    monkeypatch.setattr(recovery_study.BertSubject, "steps", 18)
+    monkeypatch.setattr(recovery_study, "FIT_TOKENS", 1024)
+    folders = ["--output_dir", str(tmp_path / "docs"), "--work_dir", str(tmp_path / "work")]
+    flags = ["--share", "0.5", "--seeds", "1", "--only", "bert-t5-cold", "bert-t5-fit-0", "--cells", "1"]
+    for done in (1, 2):
+        monkeypatch.setattr(sys, "argv", ["recovery_study.py", *folders, *flags])
+        recovery_study.main()
+        results = json.loads((tmp_path / "docs" / "results.json").read_text())
+        assert len(results["cells"]) == done
+    cold, fit = results["cells"]
+    assert [one["recipe"] for one in (cold, fit)] == ["cold", "fit"]
+    assert len(cold["curve"]) == recovery_study.POINTS + 1
+    assert cold["curve"][-1][0] == 9 * 64 * 16
+    assert fit["fit"]["tokens"] == 1024
+    assert cold["fit"] is None
+    assert f"| t5 | cold | {cold['curve'][0][1]:.3f} |" in (tmp_path / "docs" / "table.md").read_text()
+    assert (tmp_path / "docs" / "recovery.png").stat().st_size > 10_000

@@ -106,7 +106,8 @@ def _calls_interface(module: nn.Module) -> bool:
     return code is not None and "get_interface" in code.co_names and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
-def _is_causal(module: nn.Module, declaration: AttentionDeclaration | None) -> bool:
+def is_causal(module: nn.Module, declaration: AttentionDeclaration | None) -> bool:
+    """Whether a module's queries see no keys that follow; declaration: of a family with an attention of its own."""
     if declaration is not None:
         return declaration.causal(module)
     return all(getattr(owner, "is_causal", True) for owner in (module, getattr(module, "config", module)))
@@ -115,7 +116,7 @@ def _is_causal(module: nn.Module, declaration: AttentionDeclaration | None) -> b
 def _stacks(new: Plan, found: dict[str, nn.Module], own: dict[nn.Module, AttentionDeclaration]) -> list[Stack]:
     """One stack; two where an encoder sees all keys and a decoder those that precede."""
     model = new.anatomy.model
-    causal = {path: _is_causal(module, own.get(module)) for path, module in found.items()}
+    causal = {path: is_causal(module, own.get(module)) for path, module in found.items()}
     if len({*causal.values()}) == 1:
         path = next((p for p, m in model.named_modules() if m is model.base_model), "")
         chosen = {p: m for p, m in found.items() if _is_chosen(new, p)}
