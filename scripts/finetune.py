@@ -18,9 +18,9 @@ def main() -> None:
     arguments, scheme = parse(FinetuneArguments, scheme_arguments(), description=__doc__.splitlines()[0])
     from accelerate import PartialState
 
-    from hf_posswap.training.loop import finetune, load
+    from hf_posswap.training.loop import finetune, load, load_teacher
 
-    finetune(*load(arguments, scheme_from(scheme)), arguments)
+    finetune(*load(arguments, scheme_from(scheme)), arguments, load_teacher(arguments))
     PartialState().destroy_process_group()
 
 

@@ -142,7 +142,8 @@ class Study:
 
         import torch
 
-        from hf_posswap.training.data import Batches, Blocks, read_documents, tokenize
+        from hf_posswap.training.data import Batches, read_documents, tokenize
+        from hf_posswap.training.packing import Blocks
 
         rows = ROWS * self.given.length // length
         source = replace(

@@ -1,6 +1,9 @@
 """Set-up shared by all tests: no hub, one thread, deprecations of transformers are failures."""
 
 import os
+import shutil
+import sysconfig
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -27,3 +30,59 @@ def first_of_each_scheme(rows):
         for row in rows
     ]
     return pytest.mark.parametrize("row", marked, ids=lambda row: row.id)
+
+
+# --- what the tests of training start from
+
+
+@pytest.fixture
+def own_cache(tmp_path_factory, monkeypatch):
+    """Nothing is read from, or left in, the user's cache of data sets."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory):
+    """A folder of Python sources."""
+    folder = tmp_path_factory.mktemp("texts")
+    for name in ("bisect", "heapq", "keyword", "this", "token", "stat"):
+        shutil.copy(Path(sysconfig.get_path("stdlib")) / f"{name}.py", folder)
+    (folder / "blank.py").write_text("  \n\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """One token per byte, for causal models: EOS ends a document."""
+    from .small import byte_tokenizer
+
+    return byte_tokenizer(eos_token="<eos>")
+
+
+@pytest.fixture(scope="session")
+def bert_tokenizer():
+    """One token per byte, for masked models: CLS and SEP around a document."""
+    from .small import byte_tokenizer
+
+    return byte_tokenizer(cls_token="<cls>", sep_token="<sep>", mask_token="<mask>", pad_token="<pad>")
+
+
+@pytest.fixture
+def arguments(tmp_path, texts, own_cache):
+    """A short run on those sources."""
+    from hf_posswap.training.arguments import FinetuneArguments
+
+    from .small import BLOCK
+
+    return FinetuneArguments(
+        output_dir=str(tmp_path / "out"),
+        train_dir=str(texts),
+        file_pattern="*.py",
+        block_size=BLOCK,
+        max_steps=4,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        warmup_steps=2,
+    )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
-import os
 import random
 import runpy
 import shutil
-import subprocess
+import signal
 import sys
-import sysconfig
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import datasets
@@ -19,161 +18,29 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from accelerate import ParallelismConfig
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file
 from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    BertConfig,
-    BertForMaskedLM,
     BertModel,
     BloomConfig,
     BloomForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
 
 from hf_posswap import PosSwapError, from_pretrained, patch_model
+from hf_posswap.scheme import make_scheme
+from hf_posswap.training import loss
 from hf_posswap.training.arguments import FinetuneArguments
 from hf_posswap.training.checkpoints import STATE
-from hf_posswap.training.checks import check_documents_apart
-from hf_posswap.training.data import IGNORED, Batches, Blocks, read_documents, tokenize
+from hf_posswap.training.checks import check_documents_apart, check_parallelism
+from hf_posswap.training.data import IGNORED, Batches, read_documents, tokenize
 from hf_posswap.training.log import TrainingLog
 from hf_posswap.training.loop import finetune, load
 from hf_posswap.training.loss import chunk_loss
+from hf_posswap.training.packing import Blocks
 
-ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "scripts" / "finetune.py"
-VOCABULARY = 261  # 256 bytes and five special tokens
-BLOCK = 32
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    """Nothing is read from, or left in, the user's cache; one thread, as the scripts started here have."""
-    cache = tmp_path_factory.getbasetemp() / "datasets"
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory) -> Path:
-    """A folder of Python sources."""
-    folder = tmp_path_factory.mktemp("texts")
-    for name in ("bisect", "heapq", "keyword", "this", "token", "stat"):
-        shutil.copy(Path(sysconfig.get_path("stdlib")) / f"{name}.py", folder)
-    (folder / "blank.py").write_text("  \n\n")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, for causal models: EOS ends a document."""
-    return byte_tokenizer(eos_token="<eos>")
-
-
-@pytest.fixture(scope="module")
-def bert_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, for masked models: CLS and SEP around a document."""
-    return byte_tokenizer(cls_token="<cls>", sep_token="<sep>", mask_token="<mask>", pad_token="<pad>")
-
-
-def byte_tokenizer(**special: str) -> PreTrainedTokenizerFast:
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    names = ["<eos>", "<cls>", "<sep>", "<mask>", "<pad>"]
-    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(letters + names)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    if "cls_token" in special:
-        pair = [("<sep>", 258), ("<cls>", 257)]
-        backend.post_processor = processors.BertProcessing(*pair)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=16, **special)
-
-
-def llama(**changes) -> LlamaForCausalLM:
-    config = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": BLOCK,
-        "initializer_range": 0.2,
-    }
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**(config | changes)))
-
-
-def bert(**changes) -> BertForMaskedLM:
-    config = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": BLOCK,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    }
-    torch.manual_seed(0)
-    return BertForMaskedLM(BertConfig(**(config | changes)))
-
-
-def bart() -> BartForConditionalGeneration:
-    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    return BartForConditionalGeneration(BartConfig(vocab_size=VOCABULARY, d_model=32, **layers))
-
-
-def gpt2() -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=2, n_positions=40))
-
-
-def gemma2() -> Gemma2ForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
-    return Gemma2ForCausalLM(Gemma2Config(vocab_size=VOCABULARY, num_attention_heads=2, num_key_value_heads=1, **sizes))
-
-
-@pytest.fixture
-def arguments(tmp_path, texts) -> FinetuneArguments:
-    return FinetuneArguments(
-        output_dir=str(tmp_path / "out"),
-        train_dir=str(texts),
-        file_pattern="*.py",
-        block_size=BLOCK,
-        max_steps=4,
-        per_device_train_batch_size=4,
-        learning_rate=1e-2,
-        warmup_steps=2,
-    )
-
-
-def flags(arguments: FinetuneArguments) -> list[str]:
-    """The command line that parses to `arguments`."""
-    pairs = vars(arguments).items()
-    return [word for name, value in pairs if value not in (None, False) for word in (f"--{name}", str(value))]
-
-
-def run(*command: object, expect: int = 0, **environment: str) -> subprocess.CompletedProcess:
-    """A real process, on one thread, without a network."""
-    variables = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
-    variables |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    variables["HF_DATASETS_CACHE"] = str(datasets.config.HF_DATASETS_CACHE)
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=variables | environment)
-    assert done.returncode == expect, done.stderr
-    return done
-
-
-def losses(log: TrainingLog) -> list[float]:
-    return [entry["loss"] for entry in log.entries]
-
+from .small import BLOCK, SCRIPT, VOCABULARY, bart, bert, flags, gemma2, gpt2, launch, llama, losses, run
 
 # --- data
 
@@ -249,7 +116,7 @@ def test_masking_has_the_shares_of_the_recipe(arguments, bert_tokenizer):
     rng = np.random.default_rng(0)
     blocks = [(np.concatenate([[257], rng.integers(0, 256, 998), [258]]), None) for _ in range(40)]
     batches = Batches(blocks, bert_tokenizer, replace(arguments, mlm_probability=0.3), "masked", 40)
-    batch = batches._collate(0, np.arange(40))
+    batch = batches._collate(0, np.arange(40), 1000)
     original = torch.from_numpy(np.stack([ids for ids, _ in blocks]))
     chosen = batch["labels"] != IGNORED
     assert not chosen[:, [0, -1]].any()  # the special tokens
@@ -263,7 +130,7 @@ def test_masking_has_the_shares_of_the_recipe(arguments, bert_tokenizer):
     sparse = Batches(
         [(np.array([257, 65, 66, 258]), None)], bert_tokenizer, replace(arguments, mlm_probability=1e-9), "masked", 1
     )
-    assert sparse.targets(sparse._collate(0, np.array([0]))) == 1
+    assert sparse.targets(sparse._collate(0, np.array([0]), 4)) == 1
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
@@ -305,7 +172,7 @@ def test_chunked_loss_and_its_gradients_equal_the_models_own(chunk, tied):
 
 def test_chunked_loss_holds_one_chunk_of_logits_at_a_time():
     model, widths = llama(), []
-    model.lm_head.register_forward_hook(lambda module, args, output: widths.append(output.shape[0]))
+    model.lm_head.register_forward_hook(lambda *call: widths.append(len(call[2])) if call[2].dim() == 2 else None)
     assert chunk_loss(model, 10)
     widths.clear()
     ids = torch.arange(64)[None]
@@ -387,7 +254,7 @@ def test_a_model_whose_documents_see_each_other_is_refused():
     )
     bloom = BloomForCausalLM(BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=2))
     for model in (leaking, bloom):
-        with pytest.raises(PosSwapError, match=r"packing='documents'.*use packing='concat'"):
+        with pytest.raises(PosSwapError, match=r"packing: .* not keep .* apart; use packing='concat'"):
             check_documents_apart(model)
 
 
@@ -457,7 +324,7 @@ def test_mixed_precision_trains_float32_weights_near_the_plain_run(arguments, to
 def test_a_masked_model_learns(arguments, bert_tokenizer):
     log = finetune(bert(), bert_tokenizer, replace(arguments, max_steps=30, mlm_probability=0.3))
     assert log.objective == "masked"
-    assert not log.chunked_loss
+    assert log.chunked_loss
     assert losses(log)[0] == pytest.approx(math.log(VOCABULARY), rel=0.05)
     assert np.mean(losses(log)[-5:]) < 4.5
 
@@ -486,10 +353,17 @@ def test_trackers_get_every_entry(arguments, tokenizer):
 
 def test_a_loss_that_is_not_finite_stops_before_the_weights_are_lost(arguments, tokenizer):
     model = llama()
-    with pytest.raises(PosSwapError, match=r"the loss of step [23] is (nan|inf)"):
+    with pytest.raises(PosSwapError, match=r"the (loss|norm of the gradient) of step [23] is (nan|inf)"):
         finetune(model, tokenizer, replace(arguments, learning_rate=1e30, lr_scheduler_type="constant"))
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     assert "forward" not in vars(model)
+    (saved,) = Path(arguments.output_dir).glob("failed-step-*-process-0.safetensors")
+    step = int(saved.name.split("-")[2]) - 1
+    blocks = Blocks(tokenize(read_documents(arguments), tokenizer), BLOCK)
+    (batch,) = Batches(blocks, tokenizer, arguments, "causal", 4).of_process(step, 0, 1)
+    kept = load_file(saved)
+    assert kept.keys() == {f"0.{name}" for name in batch}
+    assert all(torch.equal(kept[f"0.{name}"], tensor) for name, tensor in batch.items())
 
 
 def test_a_start_loss_above_the_limit_stops_before_the_first_update(arguments, tokenizer):
@@ -500,7 +374,79 @@ def test_a_start_loss_above_the_limit_stops_before_the_first_update(arguments, t
     assert torch.equal(model.lm_head.weight, before)
 
 
+def test_a_swap_that_broke_a_trained_model_is_stopped_before_any_step(arguments, tokenizer):
+    """Healthy: a swapped model costs more than the unpatched one and less than guessing. Broken: it guesses."""
+    base = llama()
+    finetune(base, tokenizer, replace(arguments, output_dir=arguments.output_dir + "-base", max_steps=60, save_steps=0))
+    healthy = patch_model(copy.deepcopy(base), "yarn", factor=4)
+    log = finetune(healthy, tokenizer, replace(arguments, block_size=2 * BLOCK, save_steps=0))
+    assert log.start["tokens"] == BLOCK
+    blocks = Blocks(tokenize(read_documents(arguments), tokenizer), 2 * BLOCK)
+    rows = Batches(blocks, tokenizer, arguments, "causal", 4).rows(0)[1]
+    ids = torch.from_numpy(np.stack([blocks[int(row)][0][:BLOCK] for row in rows]))
+    for name, model in (("unpatched", base), ("swapped", patch_model(copy.deepcopy(base), "yarn", factor=4))):
+        expected = model.eval()(input_ids=ids, labels=ids).loss.item()
+        assert log.start[name] == pytest.approx(expected, abs=1e-3)
+
+    base = gpt2()
+    finetune(base, tokenizer, replace(arguments, output_dir=arguments.output_dir + "-gpt2", max_steps=60, save_steps=0))
+    broken = patch_model(base, "learned", max_positions=80)
+    broken.transformer.wpe.weight.data[:] = 100 * broken.transformer.wte.weight[0]  # drowns every token
+    before = broken.lm_head.weight.clone()
+    asked = replace(arguments, output_dir=arguments.output_dir + "-broken")
+    with pytest.raises(PosSwapError, match=r"the first rows cost .* before the swap; guessing costs 5.56.*probe"):
+        finetune(broken, tokenizer, asked)
+    assert torch.equal(broken.lm_head.weight, before)
+    assert broken.config.n_positions == 80
+
+
 # --- checkpoints and processes
+
+
+def test_the_same_command_goes_on_where_only_the_last_save_was_missing(arguments, tokenizer):
+    """Killed after its last checkpoint: what is left to do is to write the model."""
+    base, out = Path(arguments.output_dir + "-base"), Path(arguments.output_dir)
+    llama().save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    asked = replace(arguments, model=str(base), save_steps=2)
+    whole = finetune(*load(asked), asked)
+    expected = from_pretrained(out).state_dict()
+    for file in ("model.safetensors", "train_log.json"):
+        (out / file).unlink()
+    again = finetune(*load(asked), asked)
+    assert losses(again) == losses(whole)
+    weights = from_pretrained(out).state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+    with pytest.raises(PosSwapError, match=r"max_steps=4: .*checkpoint-4 has done 4 already"):
+        finetune(*load(asked), asked)
+
+
+def test_a_full_disk_costs_no_more_than_the_steps_since_the_last_checkpoint(tmp_path, arguments, tokenizer):
+    """From checkpoint-4 on the process may write no file of more than 4 kB."""
+    base = tmp_path / "base"
+    llama().save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    asked = replace(arguments, model=str(base), save_steps=2)
+    full = tmp_path / "full.py"
+    full.write_text(
+        "import pathlib, resource, runpy, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "mkdir = pathlib.Path.mkdir\n"
+        "def fill(self, *args, **kwargs):\n"
+        "    if 'checkpoint-4' in str(self):\n"
+        "        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))\n"
+        "    mkdir(self, *args, **kwargs)\n"
+        "pathlib.Path.mkdir = fill\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    done = run(sys.executable, full, SCRIPT, *flags(asked), expect=1)
+    assert "File too large" in done.stderr
+    left = {path.name for path in Path(arguments.output_dir).iterdir()}
+    assert left == {"checkpoint-2", ".checkpoint-4.partial"}
+    log = finetune(*load(asked), asked)
+    assert losses(log) == losses(finetune(llama(), tokenizer, replace(asked, output_dir=str(tmp_path / "whole"))))
+    assert {p.name for p in Path(arguments.output_dir).glob("*checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
 
 
 def test_resume_after_a_kill_in_the_middle_of_a_save_equals_the_run_in_one_go(tmp_path, arguments, tokenizer):
@@ -514,17 +460,17 @@ def test_resume_after_a_kill_in_the_middle_of_a_save_equals_the_run_in_one_go(tm
 
     death = tmp_path / "death.py"
     death.write_text(
-        "import os, sys, runpy, torch\n"
+        "import os, signal, sys, runpy, torch\n"
         "save, calls = torch.save, []\n"
         "def die(value, file, *rest, **options):\n"
         "    if 'checkpoint-4' in str(file):\n"
-        "        os._exit(9)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    save(value, file, *rest, **options)\n"
         "torch.save = die\n"
         "sys.argv = sys.argv[1:]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    run(sys.executable, death, SCRIPT, *flags(killed), *scheme, expect=9)
+    run(sys.executable, death, SCRIPT, *flags(killed), *scheme, expect=-signal.SIGKILL)
     left = {path.name for path in Path(killed.output_dir).iterdir()}
     assert left == {"checkpoint-2", ".checkpoint-4.partial"}
     checkpoint = Path(killed.output_dir) / "checkpoint-2"
@@ -534,8 +480,7 @@ def test_resume_after_a_kill_in_the_middle_of_a_save_equals_the_run_in_one_go(tm
     whole = load(asked, patched_scheme())
     expected = finetune(*whole, asked)
     shutil.rmtree(base)  # a resumed run has no use for it
-    resumed = replace(killed, resume_from_checkpoint="latest")
-    done = run(sys.executable, SCRIPT, *flags(resumed), *scheme)
+    done = run(sys.executable, SCRIPT, *flags(killed), *scheme)  # the same command
     assert "resumed after step 2" in done.stdout
     log = TrainingLog.read(killed.output_dir)
     assert log.steps == 6
@@ -553,8 +498,6 @@ def test_resume_after_a_kill_in_the_middle_of_a_save_equals_the_run_in_one_go(tm
 
 
 def patched_scheme():
-    from hf_posswap.scheme import make_scheme
-
     return make_scheme("yarn", {"factor": 2.0, "original_max_position_embeddings": BLOCK})
 
 
@@ -562,10 +505,8 @@ def test_resume_refuses_what_would_not_continue_the_run(arguments, tokenizer):
     asked = replace(arguments, max_steps=2, save_steps=2)
     model = patch_model(llama(), "linear", factor=2)
     finetune(model, tokenizer, asked)
-    with pytest.raises(PosSwapError, match=r"already holds checkpoint-2.*--resume_from_checkpoint latest"):
-        finetune(llama(), tokenizer, asked)
-    latest = replace(asked, resume_from_checkpoint="latest", max_steps=4)
-    with pytest.raises(PosSwapError, match=r"model: it was loaded from .* load the checkpoint's own model"):
+    latest = replace(asked, max_steps=4)
+    with pytest.raises(PosSwapError, match=r"model: it was loaded from .* load the checkpoint's own model, or give an"):
         finetune(patch_model(llama(), "linear", factor=2), tokenizer, latest)
     with pytest.raises(PosSwapError, match=r"scheme=yarn.* was given, and .*checkpoint-2 carries linear\(factor=2"):
         load(latest, patched_scheme())
@@ -577,7 +518,7 @@ def test_resume_refuses_what_would_not_continue_the_run(arguments, tokenizer):
     ):
         with pytest.raises(PosSwapError, match=message):
             finetune(*load(latest), replace(latest, **change))
-    with pytest.raises(PosSwapError, match="no checkpoint in output_dir"):
+    with pytest.raises(PosSwapError, match="model=None: give the folder of the model to train"):
         load(replace(latest, output_dir=arguments.output_dir + "-none"))
     log = finetune(*load(latest), replace(latest, per_device_train_batch_size=1, gradient_accumulation_steps=4))
     assert [entry["step"] for entry in log.entries] == [1, 2, 3, 4]
@@ -623,33 +564,49 @@ def test_weights_are_loaded_as_float32_unless_asked_otherwise(tmp_path, argument
         assert from_pretrained(one.output_dir).dtype == expected
 
 
-def launch(processes: int, arguments: FinetuneArguments, *more: str) -> TrainingLog:
-    options = ["--multi_gpu", "--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no"]
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    port = str(20000 + os.getpid() % 20000)
-    command += [*options, "--num_processes", processes, "--main_process_port", port, SCRIPT]
-    run(*command, *flags(arguments), *more, ACCELERATE_USE_CPU="true")
-    log = TrainingLog.read(arguments.output_dir)
-    assert log.hardware["processes"] == processes
-    return log
-
-
-def test_two_processes_train_as_one_does(tmp_path, arguments, tokenizer, short_documents):
-    """Rows of uneven targets, so that a mean of the processes' means would differ."""
+@pytest.mark.parametrize(
+    ("config", "tied", "scheme"),
+    [
+        ("ddp", False, {}),
+        ("fsdp2", False, {"scheme": "t5"}),
+        pytest.param("fsdp2", True, {"scheme": "yarn", "factor": 2.0}, marks=pytest.mark.long),
+        pytest.param("ddp", True, {"scheme": "t5"}, marks=pytest.mark.long),
+    ],
+    ids=["ddp", "fsdp2-t5", "fsdp2-yarn-tied", "ddp-t5-tied"],
+)
+@pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
+def test_two_processes_train_and_resume_as_one_does(
+    config, tied, scheme, tmp_path, arguments, tokenizer, short_documents, monkeypatch
+):
+    """Rows of uneven targets, so that a mean of the processes' means would differ; and several pieces of logits."""
     base = tmp_path / "base"
-    llama().save_pretrained(base)
+    llama(tie_word_embeddings=tied, vocab_size=2**16).save_pretrained(base)  # 16 tokens of logits at once
     tokenizer.save_pretrained(base)
-    asked = replace(arguments, model=str(base), train_dir=short_documents, packing="documents", save_steps=0)
-    one = finetune(*load(asked), asked)
+    monkeypatch.setattr(loss, "LOGITS_AT_ONCE", 2**20)
+    short = {"train_dir": short_documents, "packing": "documents", "save_steps": 2}
+    asked = replace(arguments, model=str(base), **short)
+    one = finetune(*load(asked, make_scheme(scheme["scheme"], without_name(scheme)) if scheme else None), asked)
     shape = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
     shared = replace(asked, output_dir=str(tmp_path / "two"), **shape)
-    two = launch(2, shared)
-    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
-    norms = [[entry["grad_norm"] for entry in log.entries] for log in (one, two)]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    words = [str(word) for name, value in scheme.items() for word in (f"--{name}", value)]
+    two = launch(2, shared, *words, config=config)
+    assert two.hardware["distributed"] == {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}[config]
+    again = replace(
+        shared, output_dir=str(tmp_path / "again"), resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-2")
+    )
+    resumed = launch(2, again, *words, config=config)
+    for log in (two, resumed):
+        assert losses(log) == pytest.approx(losses(one), rel=1e-5)
+        norms = [[entry["grad_norm"] for entry in one_of.entries] for one_of in (one, log)]
+        assert norms[1] == pytest.approx(norms[0], rel=1e-4)
     ids = torch.arange(20)[None]
-    outputs = [from_pretrained(run.output_dir)(ids).logits for run in (asked, shared)]
-    torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-3)
+    outputs = [from_pretrained(run.output_dir)(ids).logits for run in (asked, shared, again)]
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(outputs[2], outputs[1], rtol=1e-4, atol=1e-4)
+
+
+def without_name(scheme: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in scheme.items() if name != "scheme"}
 
 
 @pytest.mark.long
@@ -665,6 +622,35 @@ def test_two_processes_of_a_masked_model_resume_as_one_process_does(tmp_path, ar
     # the schedule of the first two steps was that of a shorter run
     assert losses(two)[:2] == pytest.approx(losses(one)[:2], rel=1e-5)
     assert len(losses(two)) == 4
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What check_parallelism asks of an Accelerator, which cannot be had here with these settings."""
+
+    distributed_type: DistributedType = DistributedType.FSDP
+    is_fsdp2: bool = True
+    parallelism_config: ParallelismConfig | None = None
+
+
+@pytest.mark.parametrize(
+    ("make", "objective", "change", "spread", "message"),
+    [
+        (llama, "causal", {"train": "lora"}, Spread(), "train='lora' merges whole weights, and FSDP holds a part"),
+        (llama, "causal", {}, Spread(is_fsdp2=False), "fsdp_version=1 is not carried"),
+        (lambda: patch_model(llama(), "alibi"), "causal", {}, 2, "cp_size=2: a part of a row .* which alibi"),
+        (bert, "masked", {}, 2, "cp_size=2: its hooks make every attention causal"),
+        (llama, "causal", {"packing": "documents"}, 2, "cp_size=2: its hooks drop the mask that keeps documents apart"),
+        (llama, "causal", {}, 2, "cp_size=2: this loop gives every process whole rows; use cp_size=1"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
+def test_ways_to_spread_the_work_that_are_not_survived_are_refused(make, objective, change, spread, message, arguments):
+    if spread == 2:
+        spread = Spread(parallelism_config=ParallelismConfig(cp_size=2))
+    with pytest.raises(PosSwapError, match=message):
+        check_parallelism(spread, make(), objective, replace(arguments, **change))
+    check_parallelism(Spread(DistributedType.MULTI_GPU, False), make(), objective, replace(arguments, **change))
 
 
 def test_processes_that_would_train_apart_are_refused(monkeypatch, arguments, tokenizer):

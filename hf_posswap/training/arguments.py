@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Literal
 
 from ..errors import PosSwapError
@@ -59,15 +60,78 @@ class FinetuneArguments:
         default=None,
         metadata=_help("Predict the next token, or masked ones. Read from the model's class where not given."),
     )
-    packing: Literal["concat", "documents"] = field(
+    packing: Literal["concat", "documents", "whole"] = field(
         default="concat",
         metadata=_help(
             "concat: the documents of a row follow, and see, each other.",
             "documents (causal models): positions begin anew at each, and attention stays inside it.",
+            "whole: the same, and no document that fits a row is cut; rows are filled up with padding.",
         ),
     )
+    curriculum: list[int] | None = field(
+        default=None,
+        metadata=_help(
+            "Lengths of the rows in the stages before --block_size, rising, each a divisor of it.",
+            "A row is cut into shorter ones, so that every step takes the same tokens.",
+        ),
+    )
+    curriculum_steps: int = field(default=0, metadata=_help("Optimizer steps of each stage of --curriculum."))
+    pose_length: int | None = field(
+        default=None,
+        metadata=_help(
+            "Spread the positions of each row at random below this length (PoSE): rows of --block_size tokens, and",
+            "distances up to this one. For models that take their distances from position_ids.",
+        ),
+    )
+    pose_chunks: int = field(default=2, metadata=_help("Runs without a gap in the spread positions of a row."))
     mlm_probability: float = field(
         default=0.15, metadata=_help("Share of the tokens that the masked objective predicts.")
+    )
+
+    train: Literal["all", "positions", "lora"] = field(
+        default="all",
+        metadata=_help(
+            "all: every weight that is not frozen.",
+            "positions: only what a scheme learns (a bias, a table of positions).",
+            "lora: PEFT's adapters, and with them the parameters of positions; the model is saved merged.",
+        ),
+    )
+    positions_learning_rate: float | None = field(
+        default=None,
+        metadata=_help("Peak learning rate of the parameters of positions; --learning_rate where not given."),
+    )
+    lora_rank: int = field(default=8, metadata=_help("Rank of the adapters."))
+    lora_alpha: int = field(default=16, metadata=_help("Their scale: alpha / rank."))
+    lora_targets: list[str] | None = field(
+        default=None,
+        metadata=_help("Names of the modules that get one: q_proj v_proj, say. All linear ones but the head, else."),
+    )
+    lora_norms: bool = field(
+        default=True, metadata=_help("Train the norms too: longer contexts need it (LongLoRA, section 3.3).")
+    )
+    lora_embeddings: bool = field(default=True, metadata=_help("Train the token embedding too, for the same reason."))
+
+    distil: float = field(
+        default=0.0,
+        metadata=_help(
+            "Share of the loss that asks for the teacher's distribution instead of the text's next (or masked) token,",
+            "0 to 1. A causal teacher teaches the beginning of each row, as many tokens as it was trained on; the rest",
+            "has the task's loss alone. A masked one refuses longer rows.",
+        ),
+    )
+    teacher: str | None = field(
+        default=None,
+        metadata=_help("Folder of the model that teaches; where not given, --model as it is before --scheme."),
+    )
+    teacher_device: Literal["same", "cpu"] = field(
+        default="same", metadata=_help("Where the teacher computes; its head is beside the model in any case.")
+    )
+    distil_temperature: float = field(
+        default=1.0, metadata=_help("Temperature of both distributions; above 1 the unlikely tokens count more.")
+    )
+    distil_hidden: float = field(
+        default=0.0,
+        metadata=_help("Weight of the distance between both models' layers, beside the distributions' of 1."),
     )
 
     per_device_train_batch_size: int = field(default=1, metadata=_help("Rows in one forward of one process."))
@@ -96,22 +160,34 @@ class FinetuneArguments:
         default=None,
         metadata=_help(
             "Stop before the first update where the first loss, in nats per token, is above this.",
-            "Give what the model is known to reach untrained: a swap that went wrong shows there.",
+            "In any case a new run compares it with that of the model before its swap, and stops where a trained",
+            "model is left no better than guessing.",
         ),
     )
     seed: int = field(default=42, metadata=_help("Of the order of the rows, the masking and dropout."))
 
     logging_steps: int = field(default=1, metadata=_help("Optimizer steps from one line of the log to the next."))
     save_steps: int = field(default=500, metadata=_help("Optimizer steps from one checkpoint to the next; 0: none."))
-    resume_from_checkpoint: str | None = field(
-        default=None, metadata=_help("Folder of a checkpoint, or `latest` for the newest in --output_dir.")
+    resume_from_checkpoint: str = field(
+        default="latest",
+        metadata=_help(
+            "Folder of a checkpoint; or `latest`, the newest in --output_dir, and a new run where there is none yet:",
+            "the same command, given again after an interruption, goes on.",
+        ),
     )
     report_to: str | None = field(
         default=None, metadata=_help("A tracker that accelerate knows: tensorboard, wandb, ...")
     )
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps"):
+        for name in (
+            "max_steps",
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "logging_steps",
+            "lora_rank",
+            "lora_alpha",
+        ):
             self._check(name, at_least=1)
         for name in ("warmup_steps", "weight_decay", "max_grad_norm", "seed", "save_steps"):
             self._check(name, at_least=0)
@@ -120,14 +196,50 @@ class FinetuneArguments:
         self._check("block_size", at_least=SHORTEST_BLOCK)
         self._check("mlm_probability", above=0, below=1)
         self._check("learning_rate", above=0)
+        self._check("positions_learning_rate", above=0)
         self._check("max_start_loss", above=0)
+        self._check("distil", at_least=0, at_most=1)
+        self._check("distil_temperature", above=0)
+        self._check("distil_hidden", at_least=0)
+        for name in ("teacher", "distil_hidden"):
+            if getattr(self, name) and not self.distil:
+                raise PosSwapError(f"{name}={getattr(self, name)!r} was given with distil=0, which asks no teacher")
+        self._check("pose_length", above=self.block_size)
+        self._check("pose_chunks", at_least=2, below=SHORTEST_BLOCK)
+        if self.pose_length is not None:
+            self._refuse_with("pose_length", packing="concat", distil=0)
+        self._check_curriculum()
         sources = ("train_file", "train_dir", "dataset_name")
         given = {name: getattr(self, name) for name in sources if getattr(self, name) is not None}
         if len(given) != 1:
             raise PosSwapError(f"give exactly one of {', '.join(sources)}; got {given or 'none'}")
 
+    def _refuse_with(self, name: str, **needed: object) -> None:
+        """Raise where an argument was given that goes with certain values of others only."""
+        for other, value in needed.items():
+            if getattr(self, other) != value:
+                raise PosSwapError(
+                    f"{name}={getattr(self, name)!r} does not go with {other}={getattr(self, other)!r}; use {value!r}"
+                )
+
+    def _check_curriculum(self) -> None:
+        stages = self.curriculum or []
+        self._check("curriculum_steps", at_least=1 if stages else 0, below=math.inf if stages else 1)
+        for stage, after in pairwise([*stages, self.block_size]):
+            if stage < SHORTEST_BLOCK or stage >= after or self.block_size % stage:
+                raise PosSwapError(
+                    f"curriculum={self.curriculum}: {stage} is not a divisor of block_size={self.block_size} from "
+                    f"{SHORTEST_BLOCK} to below {after}"
+                )
+
     def _check(
-        self, name: str, *, at_least: float = -math.inf, above: float = -math.inf, below: float = math.inf
+        self,
+        name: str,
+        *,
+        at_least: float = -math.inf,
+        above: float = -math.inf,
+        below: float = math.inf,
+        at_most: float = math.inf,
     ) -> None:
         """Raise unless the field is None or a number of its type within the bounds."""
         value = getattr(self, name)
@@ -140,5 +252,7 @@ class FinetuneArguments:
             raise PosSwapError(f"{name}={value!r} is too small; the least value is {max(at_least, above):g}")
         if value <= above:
             raise PosSwapError(f"{name}={value!r} is too small; it must be greater than {above:g}")
+        if value > at_most:
+            raise PosSwapError(f"{name}={value!r} is too great; the greatest value is {at_most:g}")
         if value >= below:
             raise PosSwapError(f"{name}={value!r} is too great; it must be less than {below:g}")

@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import PosSwapError
 from .arguments import FinetuneArguments
 from .log import TrainingLog
+from .trained import Trained
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -21,32 +24,35 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 STATE = "training_state"
+BASE = "base"  # beside the checkpoints of adapters: the model without them
 
 
 def find_checkpoint(arguments: FinetuneArguments) -> Path | None:
-    """The folder to resume from, None for a new run. Raises PosSwapError where there is none, or one is in the way."""
-    saved = _checkpoints(Path(arguments.output_dir))
-    asked = arguments.resume_from_checkpoint
-    if asked is None:
-        if saved:
-            raise PosSwapError(
-                f"output_dir={arguments.output_dir!r} already holds {saved[-1].name}; "
-                "continue it with --resume_from_checkpoint latest, or choose another folder"
-            )
-        return None
+    """The folder to resume from, None for a new run. Raises PosSwapError for one that is no checkpoint."""
+    saved, asked = _checkpoints(Path(arguments.output_dir)), arguments.resume_from_checkpoint
     if asked == "latest":
-        if not saved:
-            raise PosSwapError(f"resume_from_checkpoint='latest': no checkpoint in output_dir={arguments.output_dir!r}")
-        return saved[-1]
+        return saved[-1] if saved else None
     if not (Path(asked) / STATE).is_dir():
         nearest = f"the newest in output_dir is {saved[-1]}" if saved else "output_dir has none either"
         raise PosSwapError(f"resume_from_checkpoint={asked!r} is not a checkpoint of a run; {nearest}")
     return Path(asked)
 
 
-def save_model(accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write model and tokenizer as `save_pretrained` does; called by every process."""
-    weights = accelerator.get_state_dict(model)
+def model_folder(checkpoint: Path, arguments: FinetuneArguments) -> Path:
+    """The folder of the model that a resumed run loads: adapters are put on it as it was before them."""
+    return checkpoint.parent / BASE if arguments.train == "lora" else checkpoint
+
+
+def save_model(
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    chosen: Trained | None = None,
+) -> None:
+    """Write model and tokenizer as `save_pretrained` does, adapters merged; called by every process."""
+    adapted = chosen is not None and chosen.lora is not None
+    weights = chosen.weights() if adapted else accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
@@ -57,22 +63,44 @@ def save_checkpoint(
     accelerator: Accelerator,
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
+    chosen: Trained,
     log: TrainingLog,
     output_dir: Path,
 ) -> None:
     """Write `output_dir/checkpoint-N`, N the steps done; called by every process."""
-    target = output_dir / f"checkpoint-{log.steps}"
-    partial, outdated = output_dir / f".{target.name}.partial", output_dir / f".{target.name}.outdated"
+    with _whole(accelerator, output_dir / f"checkpoint-{log.steps}") as partial:
+        save_model(accelerator, model, tokenizer, partial, chosen)
+        accelerator.save_state(str(partial / STATE))
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            if chosen.lora is not None:
+                chosen.write(partial / STATE)
+            log.write(partial)
+
+
+def save_base(
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    chosen: Trained,
+    output_dir: Path,
+) -> None:
+    """Write the model under adapters that have learned nothing yet, once for all checkpoints; by every process."""
+    with _whole(accelerator, output_dir / BASE) as partial:
+        save_model(accelerator, model, tokenizer, partial, chosen)
+
+
+@contextmanager
+def _whole(accelerator: Accelerator, target: Path) -> Iterator[Path]:
+    """A folder to write to; it takes the place of `target` when the block ends without an error."""
+    partial, outdated = (target.with_name(f".{target.name}.{state}") for state in ("partial", "outdated"))
     if accelerator.is_main_process:
         for leftover in (partial, outdated):
             shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    save_model(accelerator, model, tokenizer, partial)
-    accelerator.save_state(str(partial / STATE))
-    accelerator.wait_for_everyone()
+    yield partial
     if accelerator.is_main_process:
-        log.write(partial)
         if target.exists():  # written by a run that this one took up before it
             os.rename(target, outdated)
         os.rename(partial, target)

@@ -1,11 +1,12 @@
 """Text in, training batches out; the global batch of a step is the same for any number of processes.
 
-Letters: T tokens of the whole text, N rows, S tokens in a row, G rows in a global batch, B rows in one forward.
+Letters: S tokens in a row, s in a row of an early stage, G rows in a global batch, B rows in one forward.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,9 @@ from torch import Tensor
 
 from ..errors import PosSwapError, nearest
 from .arguments import FinetuneArguments
+from .packing import Blocks, WholeDocuments, spread_positions
+
+Rows = Blocks | WholeDocuments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,42 +72,13 @@ def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     )
 
 
-class Blocks:
-    """The text as one stream of T tokens, cut into N = T // S rows; the tail that fills no row is left out.
-
-    The tokens stay where `datasets` keeps them, in files mapped to memory.
-    """
-
-    def __init__(self, tokenized: Dataset, block_size: int) -> None:
-        chunks = tokenized.with_format("arrow")[:].column("input_ids").chunks if len(tokenized) else []
-        self._chunks = [chunk.flatten().to_numpy() for chunk in chunks]
-        self._ends = np.cumsum([len(chunk) for chunk in self._chunks], dtype=np.int64)
-        lengths = [chunk.value_lengths().to_numpy() for chunk in chunks]
-        self._starts = np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int64)[:-1]  # first token of each document
-        self.block_size = block_size
-        self.tokens = int(self._ends[-1]) if chunks else 0
-
-    def __len__(self) -> int:
-        return self.tokens // self.block_size
-
-    def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """(token ids, positions inside the document), both (S,). A document cut by a row's edge begins anew at 0."""
-        begin = row * self.block_size
-        end = begin + self.block_size
-        first, last = np.searchsorted(self._ends, [begin, end - 1], side="right")
-        pieces = []
-        for index in range(first, last + 1):
-            origin = self._ends[index] - len(self._chunks[index])
-            pieces.append(self._chunks[index][max(begin - origin, 0) : end - origin])
-        places = np.arange(begin, end)
-        documents = self._starts[np.searchsorted(self._starts, places, side="right") - 1]
-        return np.concatenate(pieces).astype(np.int64), places - np.maximum(documents, begin)
-
-    def longest_document(self) -> int:
-        """Tokens of the longest document, or part of one, inside one row."""
-        edges = np.arange(len(self) + 1) * self.block_size
-        inside = self._starts[self._starts < edges[-1]]
-        return int(np.diff(np.union1d(edges, inside)).max())
+def pack(tokenized: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: FinetuneArguments) -> Rows:
+    """The rows of the text, as `arguments.packing` says."""
+    if arguments.packing != "whole":
+        return Blocks(tokenized, arguments.block_size)
+    # no token sees it and it is no target: any id does
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    return WholeDocuments(tokenized, arguments.block_size, pad)
 
 
 @dataclass(frozen=True)
@@ -111,10 +86,11 @@ class Batches:
     """The batches of every step: a function of the seed and the step, so that a resumed run needs no bookkeeping.
 
     Each epoch shuffles the rows anew and leaves out those that fill no global batch. Masks are drawn per epoch and
-    row, so that they too are the same for any number of processes.
+    row, so that they too are the same for any number of processes. In an early stage of a curriculum a row of S
+    tokens is cut into S / s rows: every step takes the same tokens, however long its rows.
     """
 
-    blocks: Blocks
+    blocks: Rows
     tokenizer: PreTrainedTokenizerBase
     arguments: FinetuneArguments
     objective: str
@@ -129,34 +105,54 @@ class Batches:
     def of_process(self, step: int, process: int, processes: int) -> list[dict[str, Tensor]]:
         """One process's share of a step, a batch for each forward.
 
-        A batch has `input_ids` and `labels`, both (B, S); and `position_ids` (B, S) where documents are packed.
+        A batch has `input_ids` and `labels`, both (B, S) or (B S / s, s); `position_ids` of that shape where documents
+        are kept apart or positions spread; and with the latter `attention_mask`, all 1: without one, transformers
+        takes a gap between positions for the edge of a document.
         """
         size = self.arguments.per_device_train_batch_size
         epoch, rows = self.rows(step)
         begins = range(process * size, self.global_batch_size, processes * size)
-        return [self._collate(epoch, rows[begin : begin + size]) for begin in begins]
+        return [self._collate(epoch, rows[begin : begin + size], self.length(step)) for begin in begins]
+
+    def first(self) -> dict[str, Tensor]:
+        """The first batch of the first process."""
+        epoch, rows = self.rows(0)
+        return self._collate(epoch, rows[: self.arguments.per_device_train_batch_size], self.length(0))
+
+    def length(self, step: int) -> int:
+        """Tokens in a row of a step."""
+        stages, steps = self.arguments.curriculum or [], self.arguments.curriculum_steps
+        return stages[step // steps] if step < len(stages) * steps else self.blocks.block_size
 
     def targets(self, batch: dict[str, Tensor]) -> int:
         """Tokens of a batch that are predicted."""
         labels = batch["labels"] if self.objective == "masked" else batch["labels"][:, 1:]
         return int((labels != IGNORED).sum())
 
-    def _collate(self, epoch: int, rows: np.ndarray) -> dict[str, Tensor]:
-        examples = [self._example(epoch, int(row)) for row in rows]
-        return {name: torch.from_numpy(np.stack([example[name] for example in examples])) for name in examples[0]}
+    def _collate(self, epoch: int, rows: np.ndarray, length: int) -> dict[str, Tensor]:
+        examples = [self._example(epoch, int(row), length) for row in rows]
+        return {name: torch.from_numpy(np.concatenate([one[name] for one in examples])) for name in examples[0]}
 
-    def _example(self, epoch: int, row: int) -> dict[str, np.ndarray]:
+    def _example(self, epoch: int, row: int, length: int) -> dict[str, np.ndarray]:
+        """One row, or as many of `length` tokens as it makes: arrays (S / s, s)."""
+        seed, arguments = self.arguments.seed, self.arguments
         ids, positions = self.blocks[row]
         if self.objective == "masked":
-            return self._masked(ids, np.random.default_rng((self.arguments.seed, 1, epoch, row)))
-        if self.arguments.packing == "documents":
-            # the end of one document does not predict the first token of the next
-            return {
-                "input_ids": ids,
-                "labels": np.where(positions == 0, IGNORED, ids),
-                "position_ids": positions,
-            }
-        return {"input_ids": ids, "labels": ids}
+            example = self._masked(ids, np.random.default_rng((seed, 1, epoch, row)))
+        else:
+            example = {"input_ids": ids, "labels": ids}
+        example = {name: value.reshape(-1, length) for name, value in example.items()}
+        if arguments.packing != "concat":
+            # a document cut anew begins anew; the end of one does not predict the first token of the next
+            positions = np.minimum(positions.reshape(-1, length), np.arange(length))
+            example["labels"] = np.where(positions <= 0, IGNORED, example["labels"])
+            example["position_ids"] = np.maximum(positions, 0)
+        elif arguments.pose_length is not None:
+            rng = np.random.default_rng((seed, 2, epoch, row))
+            draw = partial(spread_positions, rng, length, arguments.pose_length, arguments.pose_chunks)
+            example["position_ids"] = np.stack([draw() for _ in example["input_ids"]])
+            example["attention_mask"] = np.ones_like(example["input_ids"])
+        return example
 
     def _masked(self, ids: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """BERT's recipe (section 3.1): 80 % of the chosen tokens masked, 10 % replaced, 10 % kept. At least one is."""

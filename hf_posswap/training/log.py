@@ -21,6 +21,8 @@ FREE = frozenset(
     {
         "output_dir",
         "model",
+        "teacher",
+        "teacher_device",
         "max_steps",
         "train_file",
         "train_dir",
@@ -42,7 +44,7 @@ def without_paths(arguments: dict[str, Any]) -> dict[str, Any]:
         name: [published(one) for one in value]
         if name == "train_file" and value
         else published(value)
-        if name in ("model", "output_dir", "train_dir") and value
+        if name in ("model", "teacher", "output_dir", "train_dir") and value
         else value
         for name, value in arguments.items()
     }
@@ -56,15 +58,19 @@ class TrainingLog:
     longest_document: of the text, in tokens; longest_document is the most that attention spans where documents are
     packed apart. global_batch_size: rows per step.
 
+    start: what the first rows cost before any step, see `guard.check_start`.
+
     steps, tokens: done so far. wall_seconds: loading of data, checkpoints and earlier parts of a resumed run
     included. entries: one dict per logged step: step, loss (nats per target token of that step's global batch),
-    learning_rate, grad_norm (before clipping), tokens_per_second (input tokens, since the entry before).
+    task_loss (the cross-entropy in it, where a teacher has a share), learning_rate, grad_norm (before clipping),
+    tokens_per_second (input tokens, since the entry before).
     """
 
     arguments: dict[str, Any]
     scheme: dict[str, Any] | None
     model_class: str
     parameters: int
+    trained_parameters: int
     objective: str
     chunked_loss: bool
     corpus_tokens: int
@@ -75,6 +81,7 @@ class TrainingLog:
     command: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     hardware: dict[str, Any] = field(default_factory=dict)
+    start: dict[str, float] | None = None
     steps: int = 0
     tokens: int = 0
     wall_seconds: float = 0.0
@@ -104,7 +111,7 @@ class TrainingLog:
                     "resumed: its steps cannot be continued"
                 )
         self.steps, self.tokens, self.wall_seconds = earlier.steps, earlier.tokens, earlier.wall_seconds
-        self.entries = list(earlier.entries)
+        self.entries, self.start = list(earlier.entries), earlier.start
 
     def write(self, folder: Path) -> None:
         """Replace `folder/train_log.json`; the former one stays whole until this one is."""

@@ -19,8 +19,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import GradientAccumulationPlugin, LoggerType, set_seed
-from torch import nn
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, LoggerType, set_seed
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoTokenizer, SchedulerType, get_scheduler
 
@@ -32,11 +33,31 @@ from ..record import KEY
 from ..runs import check_processes
 from ..scheme import Scheme, name_of, named
 from .arguments import FinetuneArguments
-from .checkpoints import STATE, find_checkpoint, leave_model_to_transformers, save_checkpoint, save_model
-from .checks import check_count, check_documents_apart, check_length, check_tokenizer, find_objective
-from .data import Batches, Blocks, read_documents, tokenize
+from .checkpoints import (
+    STATE,
+    find_checkpoint,
+    leave_model_to_transformers,
+    model_folder,
+    save_base,
+    save_checkpoint,
+    save_model,
+)
+from .checks import (
+    check_count,
+    check_documents_apart,
+    check_length,
+    check_parallelism,
+    check_positions_spread,
+    check_tokenizer,
+    find_objective,
+)
+from .data import Batches, pack, read_documents, tokenize
+from .distil import Distillation, Teacher, make_teacher
+from .guard import check_start
+from .log import FILE as LOG
 from .log import TrainingLog, without_paths
 from .loss import chunk_loss
+from .trained import Trained, trained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -49,7 +70,7 @@ def load(arguments: FinetuneArguments, scheme: Scheme | None = None) -> tuple[Pr
     nothing to load, or where a resumed checkpoint carries another scheme than the one given.
     """
     checkpoint = find_checkpoint(arguments)
-    folder = checkpoint or arguments.model
+    folder = arguments.model if checkpoint is None else model_folder(checkpoint, arguments)
     if folder is None:
         raise PosSwapError("model=None: give the folder of the model to train")
     try:
@@ -70,8 +91,28 @@ def load(arguments: FinetuneArguments, scheme: Scheme | None = None) -> tuple[Pr
     return model, tokenizer
 
 
-def finetune(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: FinetuneArguments) -> TrainingLog:
+def load_teacher(arguments: FinetuneArguments) -> PreTrainedModel | None:
+    """The model that teaches, None where nothing is distilled. Raises PosSwapError where there is none to load."""
+    if not arguments.distil:
+        return None
+    folder = arguments.teacher or arguments.model
+    if folder is None:
+        raise PosSwapError(f"distil={arguments.distil:g} needs a teacher; give the folder of the unpatched model")
+    try:
+        return from_pretrained(folder, dtype="auto")
+    except OSError as error:
+        raise PosSwapError(f"teacher={folder!r} cannot be loaded: {error}") from error
+
+
+def finetune(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: FinetuneArguments,
+    teacher: PreTrainedModel | None = None,
+) -> TrainingLog:
     """Train a model in place, save it to `arguments.output_dir`, and return the log that is written beside it.
+
+    teacher: for `arguments.distil`, the model as it was before the swap; it is read, in eval mode, and not changed.
 
     The model is taken as it is: patch it first. It ends on the device it was trained on. To resume, the model must
     be the checkpoint's own (`load` sees to it).
@@ -84,107 +125,173 @@ def finetune(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, argumen
     """
     started = time.perf_counter()
     checkpoint = find_checkpoint(arguments)
-    if checkpoint is not None and Path(model.config.name_or_path).resolve() != checkpoint.resolve():
-        raise PosSwapError(
-            f"model: it was loaded from {model.config.name_or_path!r}, and the run resumes from {str(checkpoint)!r}; "
-            "load the checkpoint's own model"
-        )
+    if checkpoint is not None:
+        folder = model_folder(checkpoint, arguments)
+        if Path(model.config.name_or_path).resolve() != folder.resolve():
+            raise PosSwapError(
+                f"model: it was loaded from {model.config.name_or_path!r}, and the run resumes from {str(folder)!r}; "
+                "load the checkpoint's own model, or give another output_dir"
+            )
     objective = find_objective(model, arguments.objective)
-    if objective == "masked" and arguments.packing == "documents":
-        raise PosSwapError("packing='documents' is for causal models; use packing='concat'")
+    if objective == "masked" and arguments.packing != "concat":
+        raise PosSwapError(f"packing={arguments.packing!r} is for causal models; use packing='concat'")
     check_tokenizer(tokenizer, model, objective)
-    check_length(model, arguments.block_size)
+    check_length(model, arguments)
+    if bool(arguments.distil) != (teacher is not None):
+        raise PosSwapError(f"distil={arguments.distil:g} and a teacher go together; one of them was given")
     if arguments.gradient_checkpointing and not model.supports_gradient_checkpointing:
         raise PosSwapError(f"gradient_checkpointing=True: {kind(model)} does not support it")
 
-    with _accelerator(arguments) as accelerator, _trainable(model, arguments):
-        set_seed(arguments.seed, device_specific=True)
+    with _accelerator(arguments) as accelerator, _in_training(model, arguments):
+        check_parallelism(accelerator, model, objective, arguments)
         with accelerator.local_main_process_first():  # the others find the tokens in datasets' cache
-            blocks = Blocks(tokenize(read_documents(arguments), tokenizer), arguments.block_size)
+            blocks = pack(tokenize(read_documents(arguments), tokenizer), tokenizer, arguments)
         forwards = accelerator.num_processes * arguments.gradient_accumulation_steps
         global_batch_size = arguments.per_device_train_batch_size * forwards
         check_count(len(blocks), global_batch_size, blocks.tokens, arguments)
+        batches = Batches(blocks, tokenizer, arguments, objective, global_batch_size)
         model.to(accelerator.device)
-        if arguments.packing == "documents":
-            check_documents_apart(model)
-        log = TrainingLog(
-            arguments=without_paths(asdict(arguments)),
-            scheme=getattr(model.config, KEY, None),
-            model_class=kind(model),
-            parameters=model.num_parameters(),
-            objective=objective,
-            chunked_loss=objective == "causal" and chunk_loss(model),
-            corpus_tokens=blocks.tokens,
-            rows=len(blocks),
-            block_size=arguments.block_size,
-            longest_document=blocks.longest_document(),
-            global_batch_size=global_batch_size,
+        if arguments.pose_length is not None:
+            check_positions_spread(model, arguments.pose_length)
+        if arguments.packing != "concat":
+            for one in filter(None, (model, teacher)):
+                check_documents_apart(one)
+        start = check_start(model, batches) if checkpoint is None else None
+        with trained(model, arguments) as chosen:
+            run = _prepare(accelerator, chosen, tokenizer, batches, arguments, teacher, started)
+            run.log.start = start
+            if checkpoint is not None:
+                run.resume(checkpoint)
+            run.announce()
+            run.train()
+            run.finish()
+        return run.log
+
+
+def _prepare(
+    accelerator: Accelerator,
+    chosen: Trained,
+    tokenizer: PreTrainedTokenizerBase,
+    batches: Batches,
+    arguments: FinetuneArguments,
+    teacher: PreTrainedModel | None,
+    started: float,
+) -> _Run:
+    """Losses, optimizer and schedule of a run, spread over its processes."""
+    model, objective, blocks = chosen.model, batches.objective, batches.blocks
+    guide = distillation = None
+    if teacher is not None:
+        guide, distillation = _guided(model, teacher, arguments, objective, accelerator.device)
+    log = TrainingLog(
+        arguments=without_paths(asdict(arguments)),
+        scheme=getattr(model.config, KEY, None),
+        model_class=kind(model),
+        parameters=model.num_parameters(),
+        trained_parameters=model.num_parameters(only_trainable=True),
+        objective=objective,
+        chunked_loss=chunk_loss(model, causal=objective == "causal", distillation=distillation),
+        corpus_tokens=blocks.tokens,
+        rows=len(blocks),
+        block_size=arguments.block_size,
+        longest_document=blocks.longest_document(),
+        global_batch_size=batches.global_batch_size,
+    )
+    if distillation is not None and not log.chunked_loss:
+        raise PosSwapError(
+            f"distil={arguments.distil:g}: {kind(model)} makes more of its logits than its head does (a cap, a scale, "
+            "a loss of its own); use distil=0"
         )
-        log.describe_machine(accelerator)
-        optimizer = _optimizer(model, arguments)
-        scheduler = _scheduler(optimizer, arguments)
-        prepared, optimizer = accelerator.prepare(model, optimizer)
-        # not prepared: accelerate would step it once per process
-        accelerator.register_for_checkpointing(scheduler)
-        leave_model_to_transformers(accelerator)
-        if checkpoint is not None:
-            log.continue_from(TrainingLog.read(checkpoint))
-            if log.steps >= arguments.max_steps:
-                raise PosSwapError(f"max_steps={arguments.max_steps}: {checkpoint} has done {log.steps} already")
-            accelerator.load_state(str(checkpoint / STATE))
-        run = _Run(
-            accelerator=accelerator,
-            model=prepared,
-            tokenizer=tokenizer,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            batches=Batches(blocks, tokenizer, arguments, objective, global_batch_size),
-            arguments=arguments,
-            log=log,
-            started=started - log.wall_seconds,
-        )
-        run.announce()
-        run.train()
-        run.finish()
-        return log
+    log.describe_machine(accelerator)
+    optimizer = _optimizer(chosen, arguments)
+    scheduler = _scheduler(optimizer, arguments)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # which steps by itself, within `backward`
+        accelerator.state.deepspeed_plugin.deepspeed_config |= {
+            "train_micro_batch_size_per_gpu": arguments.per_device_train_batch_size,
+            "gradient_accumulation_steps": arguments.gradient_accumulation_steps,
+            "gradient_clipping": float(arguments.max_grad_norm),
+        }
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    # not prepared: accelerate would step it once per process
+    accelerator.register_for_checkpointing(scheduler)
+    leave_model_to_transformers(accelerator)
+    return _Run(
+        accelerator=accelerator,
+        model=prepared,
+        chosen=chosen,
+        tokenizer=tokenizer,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        batches=batches,
+        arguments=arguments,
+        log=log,
+        teacher=guide,
+        started=started,
+    )
 
 
 @dataclass(kw_only=True)
 class _Run:
     accelerator: Accelerator
     model: nn.Module
+    chosen: Trained
     tokenizer: PreTrainedTokenizerBase
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     batches: Batches
     arguments: FinetuneArguments
     log: TrainingLog
+    teacher: Teacher | None
     started: float
 
     @property
     def output_dir(self) -> Path:
         return Path(self.arguments.output_dir)
 
+    def resume(self, checkpoint: Path) -> None:
+        """Take up the run where a checkpoint of it ended."""
+        log, arguments = self.log, self.arguments
+        log.continue_from(TrainingLog.read(checkpoint))
+        done = TrainingLog.read(self.output_dir).steps if (self.output_dir / LOG).exists() else 0
+        # a run that was ended in its last save is at max_steps, and not done
+        if log.steps > arguments.max_steps or log.steps == arguments.max_steps == done:
+            raise PosSwapError(f"max_steps={arguments.max_steps}: {checkpoint} has done {log.steps} already")
+        self.started -= log.wall_seconds
+        self.accelerator.load_state(str(checkpoint / STATE))
+        if self.chosen.lora is not None:
+            self.chosen.read(checkpoint / STATE)
+
     def announce(self) -> None:
         """Say what is about to be trained, on the main process."""
         log, arguments, processes = self.log, self.arguments, self.accelerator.num_processes
-        longest = log.longest_document if arguments.packing == "documents" else log.block_size
+        longest = log.block_size if arguments.packing == "concat" else log.longest_document
         meant = f" of the {log.scheme['length']} that the swap is meant for" if log.scheme else ""
+        accelerator, spread = self.accelerator, ""
+        if arguments.pose_length is not None:
+            spread = f", at positions up to {arguments.pose_length - 1}"
         lines = [
-            f"{log.objective} training of {log.model_class}, {log.parameters:,} parameters, on {processes} process(es) "
-            f"({self.accelerator.device.type}), mixed precision: {self.accelerator.mixed_precision}",
-            f"{log.corpus_tokens:,} tokens of text in {log.rows:,} rows; longest training row: {longest} tokens{meant}",
+            f"{log.objective} training of {log.model_class}, {log.trained_parameters:,} of {log.parameters:,} "
+            f"parameters, on {processes} process(es) ({accelerator.device.type}), mixed precision: "
+            f"{accelerator.mixed_precision}",
+            f"{log.corpus_tokens:,} tokens of text in {log.rows:,} rows; longest training row: {longest} tokens{meant}"
+            f"{spread}",
             f"global batch: {log.global_batch_size} rows = {arguments.per_device_train_batch_size} per forward x "
             f"{processes} process(es) x {arguments.gradient_accumulation_steps} accumulation step(s)",
         ]
+        if log.start is not None:
+            lines.append(
+                "first rows at {tokens} tokens, in nats per token: {unpatched:.4f} before the swap, {swapped:.4f} with "
+                "it".format(**log.start)
+            )
         if log.steps:
             lines.append(f"resumed after step {log.steps}; the model is the checkpoint's")
-        self.accelerator.print("\n".join(lines))
+        accelerator.print("\n".join(lines))
 
     def train(self) -> None:
         """The steps that are left."""
         accelerator, arguments, log = self.accelerator, self.arguments, self.log
         tokens_per_step = log.global_batch_size * log.block_size
+        if self.chosen.lora is not None and not log.steps and arguments.save_steps:
+            save_base(accelerator, self.model, self.tokenizer, self.chosen, self.output_dir)
         seconds = tokens = 0
         with tqdm(
             total=arguments.max_steps, initial=log.steps, unit="step", disable=not accelerator.is_main_process
@@ -203,7 +310,7 @@ class _Run:
                     seconds = tokens = 0
                 if arguments.save_steps and log.steps % arguments.save_steps == 0:
                     log.wall_seconds = time.perf_counter() - self.started
-                    save_checkpoint(accelerator, self.model, self.tokenizer, log, self.output_dir)
+                    save_checkpoint(accelerator, self.model, self.tokenizer, self.chosen, log, self.output_dir)
 
     def step(self) -> dict[str, float]:
         """One optimizer step: its loss, learning rate and norm of the gradient."""
@@ -214,26 +321,34 @@ class _Run:
         # accelerate divides by A in `backward`, and the gradients of W processes are averaged
         undo_means = accelerator.num_processes * arguments.gradient_accumulation_steps
         options = {"use_cache": False} if self.log.objective == "causal" else {}
-        total = torch.zeros((), device=accelerator.device)
+        totals = torch.zeros(2, device=accelerator.device)  # what is minimised, and the task's cross-entropy
         for batch, count in zip(batches, counts, strict=True):
             batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
             with accelerator.accumulate(self.model):
-                share = self.model(**batch, **options).loss * (count / targets)
+                if self.teacher is not None:
+                    with accelerator.autocast():
+                        options["taught"] = self.teacher.read(batch)
+                output = self.model(**batch, **options)
+                share = output.loss * (count / targets)
                 accelerator.backward(share * undo_means)
-                total += share.detach()
-        loss = accelerator.reduce(total).item()
-        self._check_loss(loss)
+                totals += torch.stack([share.detach(), output.get("task", output.loss).detach() * (count / targets)])
+        loss, task = accelerator.reduce(totals).tolist()
+        self._check_loss(loss, task, batches)
         # without a limit the norm is still wanted for the log
         norm = accelerator.clip_grad_norm_(self.model.parameters(), arguments.max_grad_norm or math.inf)
+        if accelerator.scaler is None:  # which looks at the gradients itself
+            self._check_finite("norm of the gradient", float(norm), batches)
         learning_rate = self.scheduler.get_last_lr()[0]
         self.optimizer.step()
         self.optimizer.zero_grad()
         if not accelerator.optimizer_step_was_skipped:
             self.scheduler.step()
-        return {"loss": loss, "learning_rate": learning_rate, "grad_norm": float(norm)}
+        tasks = {} if self.teacher is None else {"task_loss": task}
+        return {"loss": loss, **tasks, "learning_rate": learning_rate, "grad_norm": float(norm)}
 
     def finish(self) -> None:
-        """Write model, tokenizer and log."""
+        """Write model, adapters merged into it, tokenizer and log."""
+        self.chosen.merge()
         save_model(self.accelerator, self.model, self.tokenizer, self.output_dir)
         self.log.wall_seconds = time.perf_counter() - self.started
         if self.accelerator.is_main_process:
@@ -241,19 +356,28 @@ class _Run:
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
-    def _check_loss(self, loss: float) -> None:
+    def _check_loss(self, loss: float, task: float, batches: list[dict[str, Tensor]]) -> None:
+        self._check_finite("loss", loss, batches)
         step, limit = self.log.steps + 1, self.arguments.max_start_loss
-        if not math.isfinite(loss):
+        if step == 1 and limit is not None and task > limit:
             raise PosSwapError(
-                f"the loss of step {step} is {loss}, and the model was not updated with it; try a lower learning_rate "
-                f"than {self.arguments.learning_rate:g}, more warmup_steps than {self.arguments.warmup_steps}, or "
-                f"another mixed_precision than {self.accelerator.mixed_precision!r}"
-            )
-        if step == 1 and limit is not None and loss > limit:
-            raise PosSwapError(
-                f"max_start_loss={limit:g}: the first loss is {loss:.4f} nats per token, before any update; the swap "
+                f"max_start_loss={limit:g}: the first loss is {task:.4f} nats per token, before any update; the swap "
                 "or the text is not what that limit was measured with"
             )
+
+    def _check_finite(self, what: str, value: float, batches: list[dict[str, Tensor]]) -> None:
+        """Raise, with the step's batches saved, before a number that is none reaches the weights."""
+        if math.isfinite(value):
+            return
+        step, process = self.log.steps + 1, self.accelerator.process_index
+        path = self.output_dir / f"failed-step-{step}-process-{process}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({f"{i}.{name}": t for i, batch in enumerate(batches) for name, t in batch.items()}, path)
+        raise PosSwapError(
+            f"the {what} of step {step} is {value}, and nothing is saved with it; try a lower learning_rate "
+            f"than {self.arguments.learning_rate:g}, more warmup_steps than {self.arguments.warmup_steps}, or another "
+            f"mixed_precision than {self.accelerator.mixed_precision!r}; the batches of the step are in {path.name}"
+        )
 
 
 @contextmanager
@@ -278,10 +402,13 @@ def _accelerator(arguments: FinetuneArguments) -> Iterator[Accelerator]:
         )
     except ValueError as error:
         raise PosSwapError(f"mixed_precision={arguments.mixed_precision!r}: {error}") from error
+    except ImportError as error:  # a launch config that asks for DeepSpeed
+        raise PosSwapError(f"distributed_type: {error}") from error
     try:
         if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
             raise PosSwapError("mixed_precision='fp16' is ignored by accelerate on a CPU; choose 'bf16' or 'no'")
         check_processes(accelerator.num_processes)
+        set_seed(arguments.seed, device_specific=True)
         if tracker is not None:
             values = {n: v if isinstance(v, (int, float, str)) else str(v) for n, v in asdict(arguments).items()}
             accelerator.init_trackers("hf_posswap", config=values)
@@ -293,7 +420,7 @@ def _accelerator(arguments: FinetuneArguments) -> Iterator[Accelerator]:
 
 
 @contextmanager
-def _trainable(model: PreTrainedModel, arguments: FinetuneArguments) -> Iterator[None]:
+def _in_training(model: PreTrainedModel, arguments: FinetuneArguments) -> Iterator[None]:
     """Training mode; afterwards the model's own mode and forward again, whatever was laid around it."""
     training, forward = model.training, vars(model).get("forward")
     model.train()
@@ -315,15 +442,37 @@ def _trainable(model: PreTrainedModel, arguments: FinetuneArguments) -> Iterator
         model.train(training)
 
 
-def _optimizer(model: PreTrainedModel, arguments: FinetuneArguments) -> torch.optim.Optimizer:
-    """AdamW over what is trainable; biases and norms, which have one dimension, do not decay."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.dim() > 1], "weight_decay": arguments.weight_decay},
-        {"params": [p for p in trainable if p.dim() <= 1], "weight_decay": 0.0},
+def _guided(
+    model: PreTrainedModel,
+    teacher: PreTrainedModel,
+    arguments: FinetuneArguments,
+    objective: str,
+    device: torch.device,
+) -> tuple[Teacher, Distillation]:
+    """The teacher where it computes, and what its head has to say on the device of training."""
+    guide = make_teacher(
+        teacher,
+        model,
+        causal=objective == "causal",
+        longest=arguments.block_size,
+        layers=arguments.distil_hidden > 0,
+        device=torch.device("cpu") if arguments.teacher_device == "cpu" else device,
+    )
+    head = guide.head_on(device)
+    return guide, Distillation(head, arguments.distil, arguments.distil_temperature, arguments.distil_hidden)
+
+
+def _optimizer(chosen: Trained, arguments: FinetuneArguments) -> torch.optim.Optimizer:
+    """AdamW over what is trained; biases and norms, which have one dimension, do not decay."""
+    rates = (arguments.learning_rate, arguments.positions_learning_rate or arguments.learning_rate)
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for parameter in chosen.parameters().values():
+        groups.setdefault((id(parameter) in chosen.positions, parameter.dim() <= 1), []).append(parameter)
+    settings = [
+        {"params": parameters, "lr": rates[positions], "weight_decay": 0.0 if flat else arguments.weight_decay}
+        for (positions, flat), parameters in sorted(groups.items(), key=lambda group: group[0])
     ]
-    betas = (arguments.adam_beta1, arguments.adam_beta2)
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=arguments.learning_rate, betas=betas)
+    return torch.optim.AdamW(settings, betas=(arguments.adam_beta1, arguments.adam_beta2))
 
 
 def _scheduler(optimizer: torch.optim.Optimizer, arguments: FinetuneArguments) -> torch.optim.lr_scheduler.LRScheduler:

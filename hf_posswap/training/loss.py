@@ -1,12 +1,13 @@
-"""The causal loss without its logits: S x V of them are what runs out of memory first at long lengths.
+"""The loss without its logits: S x V of them are what runs out of memory first at long lengths.
 
 Letters: B batch, S sequence, E width of the hidden states, V vocabulary, T target tokens.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_outputs import CausalLMOutput
+from transformers.utils import ModelOutput
 
 from .data import IGNORED
+from .distil import Distillation, Taught
+from .head import is_plain, withheld
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,64 +27,84 @@ if TYPE_CHECKING:
 LOGITS_AT_ONCE = 2**26  # 256 MiB in float32
 
 
-def chunk_loss(model: PreTrainedModel, chunk: int | None = None) -> bool:
-    """Have `model(input_ids, labels)` return its loss alone, made from a piece of the logits at a time, if it can.
+@dataclass
+class Losses(ModelOutput):
+    """Means over the target tokens: the loss to minimise, and the task's cross-entropy in nats, without a gradient."""
 
-    chunk: target tokens per piece; as many as keep to LOGITS_AT_ONCE where not given. Whether it can is asked of the
-    model itself: its logits must be bit for bit what its head makes of its last hidden states, and its loss their
-    mean cross-entropy. A model that does more (a cap or a scale on the logits, a loss on its router) is left alone.
-    Returns whether the model now does so; `del model.forward` gives it its own forward back.
+    loss: Tensor | None = None
+    task: Tensor | None = None
+
+
+def chunk_loss(
+    model: PreTrainedModel, chunk: int | None = None, *, causal: bool = True, distillation: Distillation | None = None
+) -> bool:
+    """Have `model(input_ids, labels)` return its `Losses` alone, made from a piece of the logits at a time, if it can.
+
+    chunk: target tokens per piece; as many as keep to LOGITS_AT_ONCE where not given. causal: a token's label is
+    predicted from the token before it. distillation: `model(..., taught=...)` mixes that with the task's loss.
+
+    Whether it can is asked of the model itself: its logits must be bit for bit what its head makes of what reaches
+    it, and its loss their mean cross-entropy. A model that does more (a cap or a scale on the logits, a loss on its
+    router) is left alone. Returns whether the model now does so; `del model.forward` gives it its own forward back.
     """
-    if not _is_plain(model):
+    if not is_plain(model, causal):
         return False
     chunk = chunk or max(1, LOGITS_AT_ONCE // model.get_output_embeddings().weight.shape[0])
-    model.forward = MethodType(_forward(chunk), model)
+    model.forward = MethodType(_forward(model.forward, chunk, causal, distillation), model)
     return True
 
 
-def _forward(chunk: int) -> Callable[..., CausalLMOutput]:
-    """A method that takes input_ids and labels, both (B, S), and what else the model below its head takes."""
+@contextmanager
+def chunked(model: PreTrainedModel, causal: bool) -> Iterator[None]:
+    """Within it `model(input_ids, labels)` is as `chunk_loss` makes it, if it can."""
+    before = vars(model).get("forward")
+    chunk_loss(model, causal=causal)
+    try:
+        yield
+    finally:
+        vars(model).pop("forward", None)
+        if before is not None:
+            model.forward = before
 
-    def forward(self: PreTrainedModel, input_ids: Tensor, labels: Tensor, **inputs: Any) -> CausalLMOutput:
-        hidden = self.base_model(input_ids=input_ids, **inputs).last_hidden_state  # (B, S, E)
-        targets = labels[:, 1:].flatten()
-        kept = targets != IGNORED
-        hidden = hidden[:, :-1].flatten(0, 1)[kept]  # (T, E)
-        return CausalLMOutput(loss=mean_cross_entropy(self.get_output_embeddings(), hidden, targets[kept], chunk))
+
+def _forward(
+    own: Callable[..., Any], chunk: int, causal: bool, distillation: Distillation | None
+) -> Callable[..., Losses]:
+    """A method that takes input_ids and labels, both (B, S), and what else the model's own forward takes."""
+    more = {"output_hidden_states": True} if distillation is not None and distillation.hidden else {}
+
+    def forward(self: PreTrainedModel, input_ids: Tensor, labels: Tensor, taught: Taught | None = None, **inputs: Any):
+        head = self.get_output_embeddings()
+        with withheld(head) as reached:
+            output = own(input_ids=input_ids, **inputs, **more)
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED) if causal else labels
+        kept = targets != IGNORED  # (B, S)
+        hidden, targets = reached[0][kept], targets[kept]  # (T, E), (T,)
+        count = max(1, len(targets))
+        if taught is None:
+            task = _in_pieces(_cross_entropy(head), chunk, hidden, targets)[0] / count
+            return Losses(loss=task, task=task.detach())
+        known = taught.known(kept)
+        untaught = _in_pieces(_cross_entropy(head), chunk, hidden[~known], targets[~known])[0]
+        asked = distillation.losses(head)
+        loss, task = _in_pieces(asked, chunk, hidden[known], targets[known], taught.final(kept))
+        loss = loss + distillation.between_layers(output.get("hidden_states"), taught, kept)
+        return Losses(loss=(untaught + loss) / count, task=(untaught + task).detach() / count)
 
     return forward
 
 
-def mean_cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """Mean cross-entropy in nats of `head(hidden)`: hidden (T, E), targets (T,); `chunk` x V logits live at a time.
+def _cross_entropy(head: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """The summed cross-entropy in nats, (1,), of hidden (T, E) against targets (T,)."""
+    return lambda hidden, targets: F.cross_entropy(head(hidden).float(), targets, reduction="sum")[None]
+
+
+def _in_pieces(summed: Callable[..., Tensor], chunk: int, *rows: Tensor) -> Tensor:
+    """`summed(*rows)`, sums over T rows, from `chunk` rows at a time.
 
     Each piece is computed again in the backward. One piece is computed once: there is nothing to save.
     """
-    pieces = list(zip(hidden.split(chunk), targets.split(chunk), strict=True))
+    pieces = list(zip(*(one.split(chunk) for one in rows), strict=True))
     if len(pieces) == 1:
-        sums = [_summed_cross_entropy(head, *pieces[0])]
-    else:
-        sums = [checkpoint(_summed_cross_entropy, head, *piece, use_reentrant=False) for piece in pieces]
-    return torch.stack(sums).sum() / max(1, len(targets))
-
-
-def _summed_cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(head(hidden).float(), targets, reduction="sum")
-
-
-@torch.no_grad()
-def _is_plain(model: PreTrainedModel) -> bool:
-    """Whether logits are the head of the last hidden states and the loss their mean cross-entropy, measured."""
-    head = model.get_output_embeddings()
-    if head is None or model.base_model is model:
-        return False
-    training = model.training
-    model.eval()
-    try:
-        ids = torch.arange(16, device=head.weight.device)[None] % head.weight.shape[0]
-        own = model(input_ids=ids, labels=ids, use_cache=False)
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        ours = F.cross_entropy(own.logits[0, :-1].float(), ids[0, 1:])
-        return torch.equal(head(hidden), own.logits) and math.isclose(ours, own.loss, rel_tol=1e-6)
-    finally:
-        model.train(training)
+        return summed(*pieces[0])
+    return torch.stack([checkpoint(summed, *piece, use_reentrant=False) for piece in pieces]).sum(0)

@@ -1,0 +1,160 @@
+"""Distillation: the model as it was before the swap teaches the swapped one, on the lengths that it knows.
+
+Letters: B batch, S sequence, K its first tokens that the teacher reads, E width, V vocabulary, T target tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..anatomy import kind
+from ..errors import PosSwapError
+from ..evaluation.perplexity import trained_length
+from ..patching import record_of
+from .head import is_plain, withheld
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass
+class Taught:
+    """What a teacher makes of a batch: what reaches its head, (B, K, E), and the states of its layers, where asked."""
+
+    reached: Tensor
+    layers: tuple[Tensor, ...] = ()
+
+    def known(self, kept: Tensor) -> Tensor:
+        """kept: which tokens (B, S) have a target. Of those, (T,): which ones the teacher has read."""
+        within = torch.arange(kept.shape[1], device=kept.device) < self.reached.shape[1]
+        return within.expand_as(kept)[kept]
+
+    def final(self, kept: Tensor) -> Tensor:
+        """Rows of `reached` for the targets that the teacher knows."""
+        return self.reached[kept[:, : self.reached.shape[1]]]
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """The loss of a target that the teacher knows:
+
+        (1 - weight) * cross-entropy + weight * (temperature**2 * KL(teacher || student) + hidden * distance)
+
+    KL in nats, of the distributions at `temperature` (Hinton et al. 2015, https://arxiv.org/abs/1503.02531, whose
+    factor temperature**2 keeps the gradient's size). distance: the mean over layers of |student - teacher|**2 /
+    |teacher|**2 of the layers' outputs. A target that the teacher does not know has the cross-entropy alone.
+    `head`: the teacher's, on the device of training; it takes no part in the training.
+    """
+
+    head: nn.Module
+    weight: float
+    temperature: float = 1.0
+    hidden: float = 0.0
+
+    def losses(self, head: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """Sums (2,) over hidden (T, E), targets (T,) and the teacher's (T, E): the loss, and its cross-entropy."""
+
+        def summed(hidden: Tensor, targets: Tensor, taught: Tensor) -> Tensor:
+            logits = head(hidden).float()
+            with torch.no_grad():
+                teachers = self.head(taught).float()
+            task = F.cross_entropy(logits, targets, reduction="sum")
+            student, teacher = ((x / self.temperature).log_softmax(-1) for x in (logits, teachers))
+            divergence = F.kl_div(student, teacher, log_target=True, reduction="sum") * self.temperature**2
+            return torch.stack([(1 - self.weight) * task + self.weight * divergence, task])
+
+        return summed
+
+    def between_layers(self, layers: Sequence[Tensor] | None, taught: Taught, kept: Tensor) -> Tensor | float:
+        """The sum over the known targets of the distance between the layers' outputs, with its weights."""
+        if not self.hidden:
+            return 0.0
+        known = taught.layers[0].shape[1]
+        chosen = kept[:, :known]
+        distances = []
+        for ours, theirs in zip(layers, taught.layers, strict=True):
+            ours, theirs = ours[:, :known][chosen].float(), theirs[chosen].float()
+            distances.append(((ours - theirs).square().sum(-1) / theirs.square().sum(-1)).sum())
+        return self.weight * self.hidden * torch.stack(distances).mean()
+
+
+@dataclass
+class Teacher:
+    """A model that is read and not trained: its body on a device of its own, a head beside the student.
+
+    length: the tokens of a row that it reads, those it was trained on. layers: whether their states are asked for.
+    """
+
+    model: PreTrainedModel
+    length: int
+    causal: bool
+    layers: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @torch.no_grad()
+    def read(self, batch: dict[str, Tensor]) -> Taught:
+        """What it makes of the first `length` tokens of each row, on the batch's device."""
+        inputs = {n: t[:, : self.length].to(self.device) for n, t in batch.items() if n != "labels"}
+        options = {"use_cache": False} if self.causal else {}
+        with withheld(self.model.get_output_embeddings()) as reached:
+            output = self.model(**inputs, output_hidden_states=self.layers, **options)
+        back = batch["input_ids"].device
+        layers = tuple(state.to(back) for state in output.hidden_states) if self.layers else ()
+        return Taught(reached[0].to(back), layers)
+
+    def head_on(self, device: torch.device) -> nn.Module:
+        """Its head: the module itself where it lies there already, else a copy."""
+        head = self.model.get_output_embeddings()
+        return head if self.device == device else copy.deepcopy(head).to(device)
+
+
+def make_teacher(
+    teacher: PreTrainedModel,
+    student: PreTrainedModel,
+    *,
+    causal: bool,
+    longest: int,
+    layers: bool,
+    device: torch.device,
+) -> Teacher:
+    """A teacher of `student` for rows of `longest` tokens; it is moved to `device` and put into eval mode.
+
+    A causal teacher reads the beginning of a longer row; what a masked token is depends on the whole row.
+
+    Raises PosSwapError for one that carries the student's own swap, whose vocabulary or widths differ, that makes
+    more of its logits than its head does, or that does not know rows of that length.
+    """
+    name, own = f"teacher={kind(teacher)}", record_of(teacher)
+    mine = record_of(student)
+    if own is not None and mine is not None and (own.scheme, own.params) == (mine.scheme, mine.params):
+        raise PosSwapError(f"{name} carries the swap of the model that it is to teach; give the unpatched model")
+    heads = [model.get_output_embeddings() for model in (teacher, student)]
+    if heads[0] is None or heads[0].weight.shape[0] != heads[1].weight.shape[0]:
+        rows = "no head" if heads[0] is None else f"{heads[0].weight.shape[0]} tokens"
+        raise PosSwapError(f"{name} has {rows}, and the model {heads[1].weight.shape[0]}; both need one vocabulary")
+    shapes = [
+        (m.config.get_text_config().num_hidden_layers, m.config.get_text_config().hidden_size)
+        for m in (teacher, student)
+    ]
+    if layers and shapes[0] != shapes[1]:
+        raise PosSwapError(
+            f"distil_hidden: {name} has {shapes[0][0]} layers of width {shapes[0][1]}, and the model {shapes[1][0]} of "
+            f"{shapes[1][1]}; use distil_hidden=0"
+        )
+    length = trained_length(teacher) if own is None else own.length
+    if not causal and longest > length:
+        raise PosSwapError(
+            f"block_size={longest} is longer than the {length} tokens that {name} knows; a masked model is distilled "
+            f"on rows of at most {length}"
+        )
+    teacher.to(device).eval()
+    if not is_plain(teacher, causal):
+        raise PosSwapError(f"{name} makes more of its logits than its head does (a cap, a scale); distil=0")
+    return Teacher(teacher, length, causal, layers, torch.device(device))
