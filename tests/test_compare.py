@@ -238,3 +238,34 @@ def test_a_task_that_is_unknown_or_none_is_refused(harness, checkpoint: Path):  
         Tasks(names=["niah_singel_1"], **settings)
     with pytest.raises(PosSwapError, match=r"tasks=\[\] asks for nothing"):
         Tasks(names=[], **settings)
+
+
+# --- the committed run
+
+COMMITTED = ROOT / "docs" / "evaluation"
+
+
+def test_the_example_shows_what_the_literature_reports():
+    made = json.loads((COMMITTED / "evaluation.json").read_text())
+    at = {one["name"]: {p["length"]: p["perplexity"] for p in one["points"]} for one in made["series"]}
+    short, trained, long = made["original_length"], at["base"][made["original_length"]], max(at["base"])
+    schemes = [f"{name}(factor=8)" for name in ("yarn", "linear", "ntk", "dynamic")]
+    assert at["base"][long] > 3 * trained  # plain extrapolation falls apart
+    for name in ("yarn(factor=8)", "dynamic(factor=8)"):
+        assert at[name][long] < 0.5 * at["base"][long]
+    assert at["ntk(factor=8)"][2 * short] < 0.7 * at["base"][2 * short]
+    assert at["linear(factor=8)"][short] == max(at[name][short] for name in schemes)  # linear costs at short lengths
+    tuned = [name for name in at if ": " in name]
+    assert len(tuned) == 3
+    for name in tuned:
+        assert at[name][long] < at[name.partition(": ")[2]][long]
+        assert at[name][long] < 0.5 * at["base"][long]
+
+
+def test_the_example_s_page_is_made_from_its_numbers():
+    from hf_posswap.evaluation.pages import page
+
+    made = json.loads((COMMITTED / "evaluation.json").read_text())
+    pictures = {made["measure"]: COMMITTED / "evaluation.png"}
+    pictures |= {name: COMMITTED / f"evaluation_{name}.png" for name in made["measures"] if name != "tasks"}
+    assert page(made, pictures) == (COMMITTED / "evaluation.md").read_text()

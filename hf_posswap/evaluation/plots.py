@@ -251,7 +251,10 @@ def _style(rank: int | None, stage: str | None) -> dict[str, Any]:
         return BASE | {"linestyle": "solid"} | STAGES.get(stage, {})
     style = {"color": COLOURS[rank % len(COLOURS)], "marker": MARKERS[rank % len(MARKERS)]}
     style |= {"markersize": 7, "linewidth": 1.8}
-    return style | (STAGES[stage] if stage else {"linestyle": DASHES[rank % len(DASHES)]})
+    turn = rank // len(COLOURS)
+    if turn % 2:  # the colours begin again: hollow markers, another dash
+        style |= {"markerfacecolor": "white", "markeredgewidth": 1.6}
+    return style | (STAGES[stage] if stage else {"linestyle": DASHES[(rank + turn) % len(DASHES)]})
 
 
 def _ticks(lengths: Sequence[int]) -> list[int]:
