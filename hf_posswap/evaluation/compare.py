@@ -265,9 +265,9 @@ def compare_images(
     check_bases(entries)
     base = next(entry for entry in entries if entry.base is None)
     table = find_table(base.load())
-    if table is None or table.grid is None or table.grid[0] != table.grid[1]:
+    if table is None or table.grid is None or table.grid[0] * table.patch[0] != table.grid[1] * table.patch[1]:
         raise PosSwapError(f"base={kind(base.load())} has no square table of patch positions")
-    own = table.grid[0] * table.patch
+    own = table.grid[0] * table.patch[0]
     with _turn(base, device, work, "base") as model:
         before = images.features(model, pictures, own, work)
     series = []

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..errors import PosSwapError
 from ..runs import versions
 from .perplexity import fingerprint
-from .subjects import check_fits, evaluating, sample_of, takes
+from .subjects import accepted_length, check_fits, evaluating, sample_of, takes
 from .work import Work
 
 if TYPE_CHECKING:
@@ -159,6 +159,9 @@ def similarity_shift(
 def short_vectors(model: nn.Module, tokenizer: PreTrainedTokenizerBase, work: Work | None = None) -> list[Tensor]:
     """The embeddings (E,) of the sentences and questions above, as float64."""
     texts = [wrapped(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"]) for text in _short()]
+    limit, longest = accepted_length(model), max(map(len, texts))
+    if limit is not None and longest > limit:
+        raise PosSwapError(f"model: the short texts take up to {longest} tokens, and it has {limit} positions")
     key = {"measure": "short texts", "texts": texts, "model": sample_of(model), "versions": versions()}
     with evaluating(model):
         found = (work or Work()).map(key, texts, lambda ids: embed(model, ids).tolist())

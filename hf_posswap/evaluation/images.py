@@ -65,11 +65,11 @@ def features(model: nn.Module, images: Sequence[Tensor], size: int, work: Work |
     """The features (E,) of each picture at a size: the last state of the class token, in float64."""
     table = find_table(model)
     options: dict[str, Any] = {}
-    if table is None or table.patch is None or size % table.patch:
+    if table is None or table.patch is None or any(size % side for side in table.patch):
         raise PosSwapError(f"size={size} is not a whole number of this model's patches")
-    if (size // table.patch,) * 2 != table.grid:
+    if tuple(size // side for side in table.patch) != tuple(table.grid):
         if not takes(model, "interpolate_pos_encoding"):
-            raise PosSwapError(f"size={size}: this model takes {table.grid[0] * table.patch} pixels only")
+            raise PosSwapError(f"size={size}: this model takes {table.grid[0] * table.patch[0]} pixels only")
         options = {"interpolate_pos_encoding": True}
 
     @torch.no_grad()

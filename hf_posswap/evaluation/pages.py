@@ -68,6 +68,8 @@ def _numbers(name: str, found: dict[str, Any], original_length: int) -> list[str
     for value in COUNTS.get(name, (found["value"],)):
         lines += [f"{value}:", ""] if len(COUNTS.get(name, ())) > 1 else []
         lines += [_by_length(series, value, original_length), ""]
+    if name == "diagnostics":
+        lines += ["Of the queries that see about so many tokens, all in one forward of the greatest length.", ""]
     return lines[:-1]
 
 

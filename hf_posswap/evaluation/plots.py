@@ -154,7 +154,8 @@ def plot_panels(
 
 
 def plot_depths(series: Sequence[dict[str, Any]], path: str | os.PathLike, *, original_length: int, title: str) -> None:
-    """Draw a map of accuracy, length by depth, for each series into the PNG file `path`; the numbers stand in it.
+    """Draw a map of accuracy, length by depth, for each series into the PNG file `path`; the numbers stand in it, with
+    the right answer's loss.
 
     A task without depths has one row. Dark is right: one scale of lightness, which a black and white print keeps.
     """
@@ -165,20 +166,20 @@ def plot_depths(series: Sequence[dict[str, Any]], path: str | os.PathLike, *, or
     rows = -(-len(series) // columns)
     lengths = sorted({point["length"] for one in series for point in one["points"]})
     depths = sorted({point["depth"] for one in series for point in one["points"]}, key=lambda d: -1 if d is None else d)
-    height = 1.3 + 0.42 * len(depths)
+    height = 1.2 + 0.45 * len(depths)
     figure = Figure(
         figsize=(1.2 + columns * (1.2 + 0.62 * len(lengths)), rows * height + 0.5), dpi=160, layout="constrained"
     )
     every = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, one in zip(every, series, strict=False):
-        cells = {(point["depth"], point["length"]): point["accuracy"] for point in one["points"]}
-        grid = [[cells.get((depth, length), float("nan")) for length in lengths] for depth in depths]
+        cells = {(point["depth"], point["length"]): point for point in one["points"]}
+        grid = [[cells[d, n]["accuracy"] if (d, n) in cells else float("nan") for n in lengths] for d in depths]
         axes.imshow(grid, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-        for y, row in enumerate(grid):
-            for x, accuracy in enumerate(row):
-                if accuracy == accuracy:
-                    colour = "white" if accuracy > 0.6 else "black"
-                    axes.text(x, y, f"{accuracy:.2f}", ha="center", va="center", fontsize=8, color=colour)
+        for (depth, length), point in cells.items():
+            place = {"x": lengths.index(length), "y": depths.index(depth), "ha": "center", "va": "center"}
+            colour = "white" if point["accuracy"] > 0.6 else "black"
+            text = f"{point['accuracy']:.2f}\n{point['answer_loss']:.1f} nats"
+            axes.text(s=text, fontsize=7, color=colour, **place)
         axes.set_title(textwrap.fill(one["name"], width=34), fontsize=9)
         axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], fontsize=8)
         axes.set_yticks(range(len(depths)), ["" if d is None else f"{d:.0%}" for d in depths], fontsize=8)
@@ -192,7 +193,9 @@ def plot_depths(series: Sequence[dict[str, Any]], path: str | os.PathLike, *, or
     note = f"right of the dotted line: beyond the trained length {original_length:,}"
     if lengths[0] > original_length:
         note = f"all beyond the trained length {original_length:,}"
-    figure.suptitle(f"{title}\nshare of right answers by length (tokens); {note}", fontsize=10)
+    figure.suptitle(
+        f"{title}\nshare of right answers, and the loss of the right one, by length (tokens);\n{note}", fontsize=10
+    )
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png")
 
@@ -248,7 +251,10 @@ def _style(rank: int | None, stage: str | None) -> dict[str, Any]:
         return BASE | {"linestyle": "solid"} | STAGES.get(stage, {})
     style = {"color": COLOURS[rank % len(COLOURS)], "marker": MARKERS[rank % len(MARKERS)]}
     style |= {"markersize": 7, "linewidth": 1.8}
-    return style | (STAGES[stage] if stage else {"linestyle": DASHES[rank % len(DASHES)]})
+    turn = rank // len(COLOURS)
+    if turn % 2:  # the colours begin again: hollow markers, another dash
+        style |= {"markerfacecolor": "white", "markeredgewidth": 1.6}
+    return style | (STAGES[stage] if stage else {"linestyle": DASHES[(rank + turn) % len(DASHES)]})
 
 
 def _ticks(lengths: Sequence[int]) -> list[int]:
