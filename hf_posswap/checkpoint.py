@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import PosSwapError
@@ -25,10 +26,13 @@ def from_pretrained(path: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
         PosSwapError: the record in the config is broken or from a newer version, or the class is not transformers'.
 
     A native checkpoint is loaded by transformers alone, then checked against its record; a portable one is loaded
-    as the model it was patched from, with its trained weights, and the recorded patch is made again.
+    as the model it was patched from, with its trained weights, and the recorded patch is made again; an adapter that
+    PEFT saved is put on its base, patched as it was (`adapters.load_adapter`).
     """
     from transformers import PreTrainedConfig
+    from transformers.utils import find_adapter_config_file
 
+    from .adapters import load_adapter
     from .patching import adopt
 
     if kwargs.pop("trust_remote_code", False):
@@ -36,6 +40,9 @@ def from_pretrained(path: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
     if kwargs.get("output_loading_info"):
         raise PosSwapError("output_loading_info=True: this loader returns the model alone; leave it out")
     hub = {name: kwargs[name] for name in HUB & kwargs.keys()}
+    adapter = find_adapter_config_file(os.fspath(path), **hub)
+    if adapter is not None:
+        return load_adapter(path, Path(adapter), hub, {key: kwargs[key] for key in kwargs.keys() - hub.keys()})
     data, _ = PreTrainedConfig.get_config_dict(path, **hub)
     cls = model_class(data)
     if data.get(KEY) is None:

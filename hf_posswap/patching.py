@@ -20,6 +20,7 @@ from .planning.limits import limit_edits
 from .planning.plan import Plan
 from .planning.rotary import keep_dtype, pairing_edits, rotary_edits, rotary_geometry, scaled_layer_types
 from .record import KEY, PORTABLE, Record, config_values, owner_of
+from .saving import save_edit
 from .scheme import Scheme, make_scheme, scheme_of
 from .sites import BIAS, EMBED, ROTARY
 
@@ -166,6 +167,7 @@ def adopt(model: nn.Module, record: Record) -> Patch:
     if ROTARY in replaced:
         for module in anatomy.rotary.modules.values():
             keep_dtype(module).swap()
+    save_edit(model, None).swap()
     patch = Patch(record, None)
     setattr(model, ATTRIBUTE, patch)
     return patch
@@ -214,7 +216,8 @@ def _way_back(model: nn.Module, record: Record) -> Journal:
         # the rows are permuted already; the other order of the two is the inverse permutation
         other = "halves" if record.params["pairing"] == "interleaved" else "interleaved"
         pairing_edits(back, geometry, other, layer_types)
-    return Journal(_config_edits(model.config, record.original) + back.edits)
+    saving = Replace(model, "save_pretrained", ABSENT)  # `adopt` made that one too
+    return Journal([*_config_edits(model.config, record.original), *back.edits, saving])
 
 
 def _config_edits(config: Any, original: dict[str, Any]) -> list[Replace]:

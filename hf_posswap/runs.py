@@ -1,13 +1,16 @@
-"""What a run says of itself, and how it writes it: files are either the old one or the new one, never half of it."""
+"""What a run says of itself, and how it writes it: what is there is the old one or the new one, never half of it."""
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import importlib.metadata
 import os
 import platform
 import shlex
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,3 +56,60 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def can_replace(folder: str | os.PathLike) -> bool:
+    """Whether another folder can take its place: nothing is mounted on it, nobody works in it, its parent is ours."""
+    folder = Path(folder).resolve()
+    return not (folder.is_mount() or Path.cwd().is_relative_to(folder)) and os.access(folder.parent, os.W_OK)
+
+
+@contextmanager
+def replacing_folder(path: str | os.PathLike, keep: Callable[[str], bool] = lambda name: False) -> Iterator[Path]:
+    """A new folder to write to; it takes the place of `path`, whole, when the block ends without an error.
+
+    `keep`: whether a file or folder of that name in `path`, which the block did not write, goes with it.
+    """
+    path = Path(path).resolve()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        if path.exists():
+            dropped = [name for name in os.listdir(path) if not keep(name)]
+            ignore = lambda folder, names: dropped if Path(folder) == path else []  # noqa: E731
+            shutil.copytree(path, temporary, symlinks=True, ignore=ignore, copy_function=_link, dirs_exist_ok=True)
+            _trade_names(temporary, path)
+        else:
+            os.rename(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # the old one by now
+
+
+def _link(source: str, target: str) -> None:
+    if os.path.lexists(target):
+        return
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
+
+
+def _trade_names(new: Path, old: Path) -> None:
+    """Two folders take each other's name: at once on Linux, elsewhere with a moment in which `old` is not there."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, TypeError):  # not Linux
+        rename = None
+    here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
+    if rename is not None:
+        if rename(here, os.fsencode(new), here, os.fsencode(old), exchange) == 0:
+            return
+        code = ctypes.get_errno()
+        if code not in (errno.EINVAL, errno.ENOSYS):  # a file system, or a kernel, that cannot exchange
+            raise OSError(code, os.strerror(code), str(old))
+    aside = old.with_name(f"{new.name}.old")
+    os.rename(old, aside)
+    os.rename(new, old)
+    os.rename(aside, new)

@@ -1,9 +1,9 @@
 """Run in a fresh process: load every checkpoint under a folder, one way, and keep the logits.
 
-python reload.py stock|forced|travel|package FOLDER - all but `package` first make hf_posswap impossible to import.
+python reload.py stock|forced|travel|package|together FOLDER - the first three make hf_posswap impossible to import.
 stock: the class that the config names. forced: the same, with every argument that could get past a guard. travel: an
-Auto class and the code in the checkpoint; the model is also saved again. `how.json` in a checkpoint holds arguments for
-its loader.
+Auto class and the code in the checkpoint; the model is also saved again. together: by `travel` and by the package in
+one process, every model loaded before the first is run. `how.json` in a checkpoint holds arguments for its loader.
 """
 
 import sys
@@ -18,7 +18,8 @@ class _NotInstalled:
             raise ModuleNotFoundError(name)
 
 
-if MODE != "package":
+INSTALLED = MODE in ("package", "together")
+if not INSTALLED:
     sys.meta_path.insert(0, _NotInstalled())
 
 import json  # noqa: E402
@@ -32,17 +33,17 @@ transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)
 
 
-def load(folder: Path):
+def load(folder: Path, mode: str = MODE):
     how = json.loads((folder / "how.json").read_text()) if (folder / "how.json").exists() else {}
-    if MODE == "package":
+    if mode == "package":
         import hf_posswap
 
         return hf_posswap.from_pretrained(folder, **how)
     config = json.loads((folder / "config.json").read_text())
     cls = getattr(transformers, config["architectures"][0])
-    if MODE == "forced":
+    if mode == "forced":
         return cls.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32, device_map="cpu")
-    if MODE == "travel":
+    if mode == "travel":
         auto = next(auto for auto, where in config["auto_map"].items() if where.endswith(f".{cls.__name__}"))
         model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True, **how)
         model.save_pretrained(folder / "again")
@@ -50,13 +51,23 @@ def load(folder: Path):
     return cls.from_pretrained(folder, **how)
 
 
+def kept(model, folder: Path, name: str) -> None:
+    with torch.no_grad():
+        found = model.eval()(**load_file(folder / "inputs.st")).logits
+    save_file({"logits": found.contiguous()}, folder / f"{name}.st")
+
+
+loaded = []
 for folder in sorted(FOLDER.iterdir()):
-    if MODE in ("forced", "travel") and "auto_map" not in json.loads((folder / "config.json").read_text()):
+    if MODE in ("forced", "travel", "together") and "auto_map" not in json.loads((folder / "config.json").read_text()):
         continue
     try:
-        with torch.no_grad():
-            result = {"logits": load(folder).eval()(**load_file(folder / "inputs.st")).logits.contiguous()}
-        save_file(result, folder / f"{MODE}.st")
+        if MODE == "together":
+            loaded += [(load(folder, mode), folder, f"together-{mode}") for mode in ("travel", "package")]
+        else:
+            kept(load(folder), folder, MODE)
     except Exception as error:
         (folder / f"{MODE}.error").write_text(f"{type(error).__name__}: {error}")
-assert MODE == "package" or "hf_posswap" not in sys.modules
+for model, folder, name in loaded:
+    kept(model, folder, name)
+assert INSTALLED or "hf_posswap" not in sys.modules

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import venv
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainingArguments
 
@@ -62,6 +66,19 @@ def trainer(model, folder: Path, inputs):
     return model.eval()
 
 
+def accelerated(model, folder: Path, inputs):
+    """As accelerate's documentation saves a model that it prepared."""
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(model)
+    accelerator.unwrap_model(prepared).save_pretrained(
+        folder,
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(prepared),
+    )
+    return model
+
+
 def merged(model, folder: Path, inputs):
     """LoRA on the patched model, its adapter moved, merged and saved."""
     from peft import LoraConfig, get_peft_model
@@ -75,7 +92,7 @@ def merged(model, folder: Path, inputs):
     return plain(adapted.merge_and_unload(), folder, inputs)
 
 
-WAYS = {way.__name__: way for way in (plain, sharded, bf16, placed, trainer, merged)}
+WAYS = {way.__name__: way for way in (plain, sharded, bf16, placed, trainer, accelerated, merged)}
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +120,23 @@ def test_fresh_process_gives_the_same_logits(row: Row, way: str, installed: bool
     error = folder / f"{mode}.error"
     assert not error.exists(), error.read_text()
     assert torch.equal(load_file(folder / f"{mode}.st")["logits"], load_file(folder / "memory.st")["logits"])
+
+
+@pytest.mark.long
+def test_environment_where_this_package_was_never_installed_gives_the_same_logits(saved: Path, tmp_path: Path):
+    """The whole matrix again, in a virtual environment of torch, transformers and accelerate alone."""
+    venv.create(tmp_path / "clean", with_pip=True)
+    python = tmp_path / "clean" / "bin" / "python"
+    packages = [f"{name}=={version(name)}" for name in ("torch", "transformers", "accelerate")]
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+    copy = shutil.copytree(saved, tmp_path / "checkpoints", ignore=shutil.ignore_patterns("stock.*", "travel.*"))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["HF_MODULES_CACHE"] = str(tmp_path / "modules")
+    alone = shutil.copy(FRESH, tmp_path)  # Python looks for packages beside a script
+    for mode in ("stock", "travel"):
+        subprocess.run([python, alone, mode, copy], check=True, env=environment, cwd=tmp_path)
+    for row in SCHEMES:
+        for way in WAYS:
+            folder = copy / f"{row.scheme}-{way}"
+            found = folder / ("stock.st" if row.native else "travel.st")
+            assert torch.equal(load_file(found)["logits"], load_file(folder / "memory.st")["logits"]), folder.name

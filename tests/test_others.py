@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments, pipeline
 
-from hf_posswap import PosSwapError, from_pretrained, patch_model, probe
+from hf_posswap import PosSwapError, from_pretrained, patch_model, probe, unpatch_model
 
 from .families import FAMILIES, tokens
 from .rows import Row, logits
@@ -43,13 +43,20 @@ def of_bytes(row: Row) -> torch.nn.Module:
     return row.patched(vocab_size=258, pad_token_id=0, bos_token_id=None, eos_token_id=1)
 
 
+def lora(model: torch.nn.Module) -> torch.nn.Module:
+    """The model under an adapter that changes it."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    settings = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
+    return peft.get_peft_model(model, settings).eval()
+
+
 @swaps
 def test_peft_adapter_is_saved_and_reloaded_on_the_reloaded_base(row: Row, tmp_path: Path):
     peft = pytest.importorskip("peft")
     model = row.patched()
     model.save_pretrained(tmp_path / "base")
-    settings = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
-    adapted = peft.get_peft_model(model, settings).eval()
+    adapted = lora(model)
     adapted.save_pretrained(tmp_path / "adapter")
     expected = logits(adapted, input_ids=IDS)
     base = from_pretrained(tmp_path / "base")
@@ -59,25 +66,80 @@ def test_peft_adapter_is_saved_and_reloaded_on_the_reloaded_base(row: Row, tmp_p
 
 
 @swaps
+def test_peft_adapter_of_a_saved_base_is_loaded_with_it(row: Row, tmp_path: Path):
+    row.patched().save_pretrained(tmp_path / "base")
+    adapted = lora(from_pretrained(tmp_path / "base"))
+    adapted.save_pretrained(tmp_path / "adapter")
+    again = from_pretrained(tmp_path / "adapter").eval()
+    assert torch.equal(logits(again, input_ids=IDS), logits(adapted, input_ids=IDS))
+
+
+@both
+def test_peft_adapter_beside_the_config_is_loaded_onto_the_unpatched_base(row: Row, tmp_path: Path):
+    """As one adapts a model of the hub: only the adapter and the config are published."""
+    row.source().save_pretrained(tmp_path / "base")
+    model = row.patch(from_pretrained(tmp_path / "base"))
+    adapted = lora(model)
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.config.save_pretrained(tmp_path / "adapter")
+    again = from_pretrained(tmp_path / "adapter", dtype=torch.float32).eval()
+    assert torch.equal(logits(again, input_ids=IDS), logits(adapted, input_ids=IDS))
+
+
+def test_peft_adapter_is_refused_on_a_base_without_the_parameters_of_its_swap(tmp_path: Path):
+    LEARNS.source().save_pretrained(tmp_path / "base")
+    adapted = lora(LEARNS.patch(from_pretrained(tmp_path / "base")))
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.config.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(PosSwapError, match="save the patched base"):
+        from_pretrained(tmp_path / "adapter")
+
+
+def test_peft_adapter_is_refused_on_a_base_with_another_swap(tmp_path: Path):
+    NATIVE.patched().save_pretrained(tmp_path / "base")
+    adapted = lora(patch_model(from_pretrained(tmp_path / "base"), "linear", factor=2))
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.config.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(PosSwapError, match=r"linear.*yarn"):
+        from_pretrained(tmp_path / "adapter")
+
+
+def test_peft_adapter_without_a_base_is_refused(tmp_path: Path):
+    lora(NATIVE.patched()).save_pretrained(tmp_path)
+    with pytest.raises(PosSwapError, match="names no base"):
+        from_pretrained(tmp_path)
+
+
+@swaps
 def test_peft_adapter_is_merged_saved_and_reloaded(row: Row, tmp_path: Path):
-    peft = pytest.importorskip("peft")
-    settings = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
-    merged = peft.get_peft_model(row.patched(), settings).eval().merge_and_unload()
+    merged = lora(row.patched()).merge_and_unload()
     merged.save_pretrained(tmp_path)
     reloaded = from_pretrained(tmp_path)
     assert torch.equal(logits(reloaded, input_ids=IDS), logits(merged, input_ids=IDS))
     assert probe(reloaded).ok
 
 
-def test_quantised_base_takes_a_swap_of_its_config_and_refuses_one_of_its_weights(tmp_path: Path):
+def by_torchao():
     pytest.importorskip("torchao")
     from torchao.quantization import Int8WeightOnlyConfig
-    from transformers import AutoModelForCausalLM, TorchAoConfig
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(Int8WeightOnlyConfig(version=2))
+
+
+def by_bitsandbytes():
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True)
+
+
+@pytest.mark.parametrize("quantised", [by_torchao, by_bitsandbytes])
+def test_quantised_base_takes_a_swap_of_its_config_and_refuses_one_of_its_weights(quantised, tmp_path: Path):
+    from transformers import AutoModelForCausalLM
 
     FAMILIES["llama"].build().save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(
-        tmp_path, quantization_config=TorchAoConfig(Int8WeightOnlyConfig(version=2)), dtype=torch.float32
-    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantised(), dtype=torch.float32)
     before = logits(model, input_ids=IDS)
     with pytest.raises(PosSwapError, match="quantised"):
         patch_model(model, "rope", pairing="interleaved")
@@ -85,6 +147,7 @@ def test_quantised_base_takes_a_swap_of_its_config_and_refuses_one_of_its_weight
     patch_model(model, "yarn", factor=4)
     assert probe(model).ok
     assert not torch.equal(logits(model, input_ids=IDS), before)
+    assert torch.equal(logits(unpatch_model(model), input_ids=IDS), before)
 
 
 @both

@@ -41,7 +41,7 @@ def saved(tmp_path_factory) -> Path:
         save_file(inputs, folder / "inputs.st")
         save_file({"logits": logits(model, **inputs).contiguous()}, folder / "memory.st")
     environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path_factory.mktemp("modules"))}
-    for mode in ("stock", "forced", "travel", "package"):
+    for mode in ("stock", "forced", "travel", "package", "together"):
         subprocess.run([sys.executable, FRESH, mode, root], check=True, env=environment)
     return root
 
@@ -71,6 +71,14 @@ def test_code_in_a_portable_checkpoint_gives_the_same_logits_and_is_saved_again(
     assert torch.equal(read(folder, "travel"), read(folder, "memory"))
     for file in (folder / "again").iterdir():
         assert file.read_bytes() == (folder / file.name).read_bytes(), file.name
+
+
+@by_id([row for row in ROWS if not row.native])
+@pytest.mark.parametrize("mode", ["travel", "package"])
+def test_many_that_travelled_and_the_package_live_in_one_process(row: Row, mode: str, saved: Path):
+    folder = saved / folder_name(row)
+    assert not (folder / "together.error").exists(), (folder / "together.error").read_text()
+    assert torch.equal(read(folder, f"together-{mode}"), read(folder, "memory"))
 
 
 def test_code_that_travels_mentions_nothing_that_it_lacks(saved: Path):

@@ -50,8 +50,7 @@ def plan(
             f"{scheme.name} replaces the positions this model was trained with: fine-tune it before use (recalibrate)"
         )
     new.edits += limit_edits(model, new.text, new.length, tokenizer, processor)
-    if new.storage == PORTABLE:
-        new.edits.append(save_edit(model, travel_of(anatomy, scheme, steps)))
+    new.edits.append(save_edit(model, travel_of(anatomy, scheme, steps) if new.storage == PORTABLE else None))
     new.finish()
     return new
 
