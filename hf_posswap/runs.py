@@ -45,6 +45,18 @@ def hardware(device: torch.device | str) -> dict[str, Any]:
     }
 
 
+def peak_memory(device: torch.device | str) -> float:
+    """The most memory, in GiB, that this process has held: on its accelerator, else in RAM."""
+    import torch
+
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource  # not on every platform
+
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return held / (2**30 if sys.platform == "darwin" else 2**20)
+
+
 @contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[Path]:
     """A temporary file to write to; it takes the place of `path` when the block ends without an error."""
