@@ -1,9 +1,10 @@
 # `make demo`, `make test`: the rest is for developers. PIP_CONSTRAINT may choose a torch build.
 PYTHON ?= python3
 VENV ?= .venv
+OLDEST ?= 5.17.0
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-long quality bench readme pictures docs studies wheel clean
+.PHONY: demo test test-long coverage drift quality bench readme pictures docs studies wheel clean
 
 $(VENV)/run: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -23,6 +24,17 @@ test: $(VENV)/dev  ## the tests
 test-long: $(VENV)/dev  ## the tests that take minutes each
 	$(RUN) -m pytest -m long
 
+coverage: $(VENV)/dev  ## every text model type of transformers, into docs/coverage.md; goes on where it was stopped
+	$(RUN) -m tests.coverage
+
+drift: $(VENV)/oldest  ## a sample of it on the oldest transformers that is supported
+	$(VENV)/oldest/bin/python -m pytest tests/test_coverage.py tests/test_zoo.py
+
+$(VENV)/oldest: pyproject.toml
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet --editable . 'transformers==$(OLDEST)' pytest
+	touch $@
+
 quality: $(VENV)/dev  ## lint and format check
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -38,10 +50,11 @@ pictures: $(VENV)/run  ## every scheme draws itself into docs/pictures
 
 docs: readme pictures  ## every table and picture that is made from the code
 
-studies: $(VENV)/run  ## the studies of docs/, about forty minutes on one core
+studies: $(VENV)/run  ## the studies of docs/, an hour and a half on one core
 	$(RUN) scripts/longrope_study.py --output_dir docs/longrope
 	$(RUN) scripts/dilution.py --output_dir docs/dilution
 	$(RUN) scripts/fixed_or_learned.py --output_dir docs/fixed_or_learned
+	$(RUN) scripts/recovery_study.py --output_dir docs/recovery
 
 wheel: $(VENV)/dev
 	$(RUN) -m hatchling build

@@ -12,18 +12,21 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from .errors import PosSwapError
+from .errors import PosSwapError, nearest
 from .sites import BIAS, EMBED, ROTARY
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+
+STACKS = ("encoder", "decoder")
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class TableSite:
     config: PreTrainedConfig
     buffers: tuple[str, ...] = ()
     grid: tuple[int, int] | None = None
-    patch: int | None = None
+    patch: tuple[int, int] | None = None
 
     @property
     def holder(self) -> tuple[nn.Module, str]:
@@ -115,7 +118,7 @@ class TableDeclaration:
     counted: bool = True
     buffers: tuple[str, ...] = ()
     grid: Callable[[nn.Module], tuple[int, int]] | None = None
-    patch: Callable[[nn.Module], int] | None = None
+    patch: Callable[[nn.Module], tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -124,45 +127,108 @@ class AttentionDeclaration:
 
     `holds`: attributes by which an attention module of the family is known. `project(module, call)`: query
     (B, H, S, D), key and value (B, H', S, D) from the arguments of a call of its forward, by name.
-    `finish(module, output, call)`: what the forward makes of the attention output (B, S, H D). `scaling`: attribute
-    that multiplies the logits; `dropout(module)` its probability; `groups(module)`: H / H', 1 where None; `cache`: the
-    argument that is the cache. `switch`: key of the config that says whether there is ALiBi; where None there always
-    is, in every layer by itself. `off`: what the attributes of a stack that adds it for all layers are without it.
+    `finish(module, output, call)`: what the forward makes of the attention output (B, S, H D). `scaling(module)`
+    multiplies the logits; `dropout(module)` is its probability; `groups(module)`: H / H', 1 where None; `cache`: the
+    argument that is the cache, if there is one. `causal(module)`: keys never follow queries. `alibi`: whether each
+    layer adds it by itself, or the key of the config that says whether the stack adds it for all. `off`: what the
+    attributes of that stack are without it. `does`: every name that the forward of a module uses, where others hold the
+    same attributes and compute otherwise; None: not looked at.
     """
 
     holds: tuple[str, ...]
     project: Callable[[nn.Module, Mapping[str, Any]], tuple[Tensor, Tensor, Tensor]]
     finish: Callable[[nn.Module, Tensor, Mapping[str, Any]], Tensor]
-    scaling: str
+    scaling: Callable[[nn.Module], float]
     dropout: Callable[[nn.Module], float]
-    cache: str
+    cache: str | None = None
+    causal: Callable[[nn.Module], bool] = lambda module: True
     groups: Callable[[nn.Module], int] | None = None
-    switch: str | None = None
+    alibi: bool | str = False
     off: Mapping[str, Any] = field(default_factory=dict)
+    does: frozenset[str] | None = None
+
+    def fits(self, module: nn.Module) -> bool:
+        """Whether this is an attention module of the family."""
+        if not all(hasattr(module, name) for name in self.holds):
+            return False
+        code = inspect.unwrap(type(module).forward).__code__
+        return self.does is None or self.does.issuperset(code.co_names)
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The sites of one model; None means absent."""
+    """The sites of one model, absent ones None or empty.
+
+    `tables`: one, or one for each stack of an encoder-decoder model. `fixed`: modules (path -> module) that compute
+    sinusoids and whose output is added. `stack`: `encoder` or `decoder` where only what is in there is looked at.
+    """
 
     model: PreTrainedModel
     rotary: RotarySite | None = None
-    table: TableSite | None = None
+    tables: tuple[TableSite, ...] = ()
     bias: BiasSite | None = None
+    fixed: Mapping[str, nn.Module] = field(default_factory=dict)
+    stack: str | None = None
+
+    @property
+    def table(self) -> TableSite | None:
+        """The first table: both stacks have one of the same length."""
+        return self.tables[0] if self.tables else None
 
     @property
     def sites(self) -> frozenset[str]:
-        present = {ROTARY: self.rotary, EMBED: self.table, BIAS: self.bias}
-        return frozenset(name for name, site in present.items() if site is not None)
+        present = {ROTARY: self.rotary is not None, EMBED: self.tables or self.fixed, BIAS: self.bias is not None}
+        return frozenset(name for name, has in present.items() if has)
+
+    def within(self, stack: str | None) -> Anatomy:
+        """What one stack has of it; all, where None. Raises PosSwapError for a model that has no such stack."""
+        if stack in (None, "both"):
+            return self
+        if stack not in STACKS:
+            raise PosSwapError(f"stack={stack!r} is unknown; {nearest(stack, (*STACKS, 'both'))}")
+        if not self.model.config.is_encoder_decoder:
+            raise PosSwapError(f"stack={stack!r}: {kind(self.model)} has one stack; leave it out")
+        if self.rotary is not None:
+            raise PosSwapError(f"stack={stack!r}: one config describes the rotation in both stacks; leave it out")
+        part = replace(self, stack=stack)
+        inside = {id(module) for _, module in part.text_modules()}
+        bias = self.bias
+        if bias is not None and bias.tables:
+            bias = replace(bias, tables={p: t for p, t in bias.tables.items() if id(t) in inside})
+        return replace(
+            part,
+            tables=tuple(table for table in self.tables if id(table.owner) in inside),
+            fixed={path: module for path, module in self.fixed.items() if id(module) in inside},
+            bias=bias,
+        )
 
     @property
     def config(self) -> PreTrainedConfig:
         return text_config(self.model)
 
+    def text_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """(path, module) of the text stack and what is around it, without vision towers and other parts whose config
+        neither is nor holds the text's.
+        """
+        others: tuple[str, ...] = ()
+        root = None if self.stack is None else getattr(self.model, f"get_{self.stack}")()
+        inside = None if root is None else {id(module) for module in root.modules()}
+        for path, module in self.model.named_modules():
+            if inside is not None and id(module) not in inside:
+                continue
+            config = getattr(module, "config", None)
+            if isinstance(config, type(self.config)) or not hasattr(config, "get_text_config"):
+                foreign = False
+            else:
+                foreign = config.get_text_config() is not self.config
+            others += (f"{path}.",) if foreign else ()
+            if not f"{path}.".startswith(others):
+                yield path, module
+
     def layers(self) -> tuple[str, nn.ModuleList]:
         """(path, layers) of the text stack (of the image stack, where there is no text)."""
         count = self.config.num_hidden_layers
-        lists = [(p, m) for p, m in self.model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+        lists = [(p, m) for p, m in self.text_modules() if isinstance(m, nn.ModuleList) and len(m)]
         # a few models count sub-layers or build several stacks: then the first list of layers that attend
         attending = [(p, m) for p, m in lists if "position_embeddings" in inspect.signature(m[0].forward).parameters]
         found = [(p, m) for p, m in lists if len(m) == count] or attending
@@ -173,12 +239,13 @@ class Anatomy:
     def first_layer(self) -> tuple[str, nn.Module, nn.Module]:
         """(path, module) of the first layer, and the stack that calls it.
 
-        Raises PosSwapError where they do not take `position_ids`: nothing could then be added there by position.
+        Raises PosSwapError where they do not take `position_ids`: nothing could then be added there by position. A
+        layer may take it as one of its further keywords, which it hands to its attention.
         """
         path, layers = self.layers()
         stack = self.model.get_submodule(path.rpartition(".")[0])
-        for module in (stack, layers[0]):
-            if "position_ids" not in inspect.signature(module.forward).parameters:
+        for module, names in ((stack, {"position_ids"}), (layers[0], {"position_ids", "kwargs"})):
+            if not names & inspect.signature(module.forward).parameters.keys():
                 raise PosSwapError(
                     f"{kind(module)} takes no position_ids, so no position vector can be added to {path}.0"
                 )
@@ -202,16 +269,25 @@ def examine(model: PreTrainedModel) -> Anatomy:
         inner = next((a for a in ("_orig_mod", "module", "base_model") if hasattr(model, a)), None)
         hint = f"; patch the model inside first (it seems to be under .{inner}), then wrap it" if inner else ""
         raise PosSwapError(f"model={kind(model)} is not a transformers model{hint}")
-    rotary, table, bias = find_rotary(model), find_table(model), find_bias(model)
-    anatomy = Anatomy(model, rotary, table, bias)
+    anatomy = find_sites(model)
+    if not anatomy.sites and getattr(model, "_is_stateful", False):  # transformers' mark of a recurrent state
+        raise PosSwapError(
+            f"{kind(model)} (model_type {model.config.model_type!r}) has no positions to swap: it knows order by "
+            "recurrence"
+        )
     if not anatomy.sites:
         raise PosSwapError(
             f"{kind(model)} (model_type {model.config.model_type!r}) has no site this package recognises: no module "
             "follows transformers' rotary contract, and no table of position vectors matches a declared family"
         )
-    if table is not None:
-        _refuse_unexplained(model, table, bias)
+    if anatomy.tables:
+        _refuse_unexplained(anatomy)
     return anatomy
+
+
+def find_sites(model: PreTrainedModel) -> Anatomy:
+    """The anatomy of a model, not yet judged."""
+    return Anatomy(model, find_rotary(model), find_tables(model), find_bias(model), find_fixed(model))
 
 
 def follows_rotary_contract(module: nn.Module) -> bool:
@@ -247,20 +323,26 @@ def refuse_foreign_rotary(model: PreTrainedModel, site: RotarySite) -> None:
 
 
 def find_table(model: PreTrainedModel) -> TableSite | None:
-    """The one learned table of a declared family. Raises PosSwapError where a model has several."""
-    config = text_config(model)
+    """The learned table of a declared family, the encoder's where both stacks have one."""
+    return next(iter(find_tables(model)), None)
+
+
+def find_tables(model: PreTrainedModel) -> tuple[TableSite, ...]:
+    """The learned table of each stack. Raises PosSwapError where a stack has several."""
     found = [
-        (path, owner, declaration)
-        for path, owner in model.named_modules()
+        _table_site(model, path, owner, declaration)
+        for path, owner in Anatomy(model).text_modules()
         for declaration in declared("TABLE")
         if isinstance(getattr(owner, declaration.attribute, None), (nn.Embedding, nn.Parameter))
-        and declaration.fits(owner, config)
+        and declaration.fits(owner, text_config(model))
     ]
-    if not found:
-        return None
-    if len(found) > 1:
-        raise PosSwapError(f"{kind(model)} has several tables of positions ({', '.join(p for p, *_ in found)})")
-    path, owner, declaration = found[0]
+    stacks = [id(getattr(model, f"get_{stack}")()) for stack in STACKS] if model.config.is_encoder_decoder else ()
+    if len(found) > 1 and [id(site.owner) for site in found] != stacks:
+        raise PosSwapError(f"{kind(model)} has several tables of positions ({', '.join(t.path for t in found)})")
+    return tuple(found)
+
+
+def _table_site(model: PreTrainedModel, path: str, owner: nn.Module, declaration: TableDeclaration) -> TableSite:
     return TableSite(
         family=declaration.family,
         path=f"{path}.{declaration.attribute}".lstrip("."),
@@ -268,11 +350,25 @@ def find_table(model: PreTrainedModel) -> TableSite | None:
         attribute=declaration.attribute,
         reserved=declaration.reserved(owner),
         counted=declaration.counted,
-        config=config,
+        config=text_config(model),
         buffers=tuple(name for name in declaration.buffers if name in owner._buffers),
         grid=declaration.grid(owner) if declaration.grid else None,
         patch=declaration.patch(owner) if declaration.patch else None,
     )
+
+
+def find_fixed(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Modules that compute sinusoids to be added: known by the function that makes their numbers.
+
+    RoFormer has the same module and rotates with it: there its output is no vector, and it is not among these.
+    """
+    if any(hasattr(module, "apply_rotary_position_embeddings") for module in model.modules()):
+        return {}
+    return {
+        path: module
+        for path, module in Anatomy(model).text_modules()
+        if hasattr(module, "create_weight") or hasattr(module, "make_weights")
+    }
 
 
 def find_bias(model: PreTrainedModel) -> BiasSite | None:
@@ -284,7 +380,8 @@ def find_bias(model: PreTrainedModel) -> BiasSite | None:
     if tables:
         return BiasSite(tables)
     own = next(iter(own_attention(model).values()), None)
-    if own is None or (own.switch is not None and not getattr(text_config(model), own.switch)):
+    has = own is not None and (getattr(text_config(model), own.alibi) if isinstance(own.alibi, str) else own.alibi)
+    if not has:
         return None
     return BiasSite({}, "alibi", shared=bool(own.off))
 
@@ -295,7 +392,7 @@ def own_attention(model: PreTrainedModel) -> dict[nn.Module, AttentionDeclaratio
         module: declaration
         for module in model.modules()
         for declaration in declared("ATTENTION")
-        if all(hasattr(module, name) for name in declaration.holds)
+        if declaration.fits(module)
     }
 
 
@@ -356,14 +453,18 @@ def plain_twin(site: RotarySite) -> nn.Module:
     return type(next(iter(site.modules.values())))(config)
 
 
-def _refuse_unexplained(model: PreTrainedModel, table: TableSite, bias: BiasSite | None) -> None:
+def _refuse_unexplained(anatomy: Anatomy) -> None:
     """A second, unknown place for positions beside a table would stay behind in silence: refuse the model."""
-    known = {id(module) for module in table.owner.modules()} | {id(t) for t in (bias.tables.values() if bias else ())}
+    model, bias = anatomy.model, anatomy.bias
+    known = {id(module) for table in anatomy.tables for module in table.owner.modules()}
+    known |= {id(t) for t in (bias.tables.values() if bias else ())}
     known.add(id(model.get_input_embeddings()))
-    for path, module in model.named_modules():
+    for path, module in anatomy.text_modules():
         if isinstance(module, nn.Embedding) and id(module) not in known:
             raise PosSwapError(f"{kind(model)} holds another table at {path} whose part in its positions is unknown")
-    rows = table.rows.shape[0]
-    for path, buffer in model.named_buffers():
-        if table.grid is None and buffer.dim() >= 2 and buffer.shape[-2:] == (rows, rows):
-            raise PosSwapError(f"{kind(model)} holds a mask of {rows} x {rows} at {path}, which cannot be resized")
+        if hasattr(module, "relative_position_bias_table"):
+            raise PosSwapError(f"{kind(model)} has a bias of two dimensions at {path} too, which is not swapped")
+    for path, parameter in model.named_parameters():
+        same = [table for table in anatomy.tables if table.grid and parameter.shape[-2:] == table.rows.shape]
+        if parameter.dim() > 2 and any(table.weight is not parameter for table in same):
+            raise PosSwapError(f"{kind(model)} holds another table of positions at {path}, which is not resized")

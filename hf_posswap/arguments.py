@@ -14,8 +14,11 @@ from .errors import PosSwapError
 from .scheme import Scheme, make_scheme, registry
 
 
-def scheme_arguments() -> type:
-    """A dataclass with `scheme` and every parameter that any scheme takes, under its own name, all optional."""
+def scheme_arguments(several: bool = False) -> type:
+    """A dataclass with `scheme` and every parameter that any scheme takes, under its own name, all optional.
+
+    several: `--scheme` may be given more than once.
+    """
     takers: dict[str, list[str]] = {}
     types: dict[str, Any] = {}
     for name, cls in registry().items():
@@ -23,9 +26,11 @@ def scheme_arguments() -> type:
         for parameter in fields(cls):
             takers.setdefault(parameter.name, []).append(name)
             types[parameter.name] = _flag_type(hints[parameter.name])
-    specification: list[tuple[str, Any, Field]] = [
-        ("scheme", str | None, field(default=None, metadata={"help": f"One of: {', '.join(registry())}."}))
-    ]
+    metadata = {"help": f"{'Any' if several else 'One'} of: {', '.join(registry())}."}
+    if several:
+        metadata |= {"action": "extend", "nargs": "+"}
+    hint = list[str] | None if several else str | None
+    specification: list[tuple[str, Any, Field]] = [("scheme", hint, field(default=None, metadata=metadata))]
     for name in sorted(takers):
         help_text = f"Scheme parameter of {', '.join(takers[name])}."
         specification.append((name, types[name], field(default=None, metadata={"help": help_text})))
@@ -41,6 +46,23 @@ def scheme_from(arguments: Any) -> Scheme | None:
             raise PosSwapError(f"--{next(iter(given))} was given without --scheme")
         return None
     return make_scheme(name, given)
+
+
+def schemes_from(arguments: Any) -> list[Scheme]:
+    """The Schemes that a parsed `scheme_arguments(several=True)` object asks for, each with those of the parameters
+    that it takes. Raises PosSwapError for one that none of them takes.
+    """
+    given = {f.name: getattr(arguments, f.name) for f in fields(arguments) if getattr(arguments, f.name) is not None}
+    names = given.pop("scheme", [])
+    if given and not names:
+        raise PosSwapError(f"--{next(iter(given))} was given without --scheme")
+    taken = {name: {f.name for f in fields(registry()[name])} if name in registry() else set() for name in names}
+    for parameter, value in given.items():
+        if len(names) > 1 and not any(parameter in takes for takes in taken.values()):
+            raise PosSwapError(f"--{parameter}={value!r} is a parameter of none of: {', '.join(names)}")
+    if len(names) == 1:
+        return [make_scheme(names[0], given)]
+    return [make_scheme(name, {k: v for k, v in given.items() if k in taken[name]}) for name in names]
 
 
 def parse(*dataclasses: type, description: str, arguments: list[str] | None = None) -> tuple:

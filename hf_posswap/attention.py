@@ -35,6 +35,8 @@ PREFIX = "posswap_"
 BACKENDS = ("eager", "sdpa", "flex_attention")
 ATTRIBUTE = "_posswap_attention"  # on an attention module: what its calls are to do
 PLACES = "posswap_places"  # the keyword that carries Places from the hook through the module to the function
+PLACE_UNIT = 16  # tokens; places counted in these are in float16's range, which ends at 65504, up to a million tokens
+TWO_PARTS = 65536  # keys whose places are exact in two parts of bfloat16, 8 bits each
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,9 @@ class Attached(nn.Module):
     model that has none yet, and no checkpoint holds them.
     """
 
-    def __init__(self, change: BiasChange | None = None, rotation: Rotation | None = None, causal: bool = True) -> None:
+    def __init__(self, change: BiasChange | None = None, rotation: Rotation | None = None) -> None:
         super().__init__()
-        self.change, self.rotation, self.causal = change, rotation, causal
+        self.change, self.rotation = change, rotation
         self.memo: dict[tuple, Any] | None = None
         self.constants = {} if change is None else dict(change.constants)
         if change is not None:
@@ -103,17 +105,21 @@ class Attached(nn.Module):
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
         return {name: t.to(device) for name, t in [*self._parameters.items(), *self.constants.items()]}
 
+    def by_distance(self, query: Tensor, key: Tensor, places: Places) -> Tensor:
+        """The additive bias at the distances of a call, the least first: (H, Q + K - 1), float32."""
+        distance = torch.arange(1 - query.shape[2], key.shape[2], device=query.device) + (places.key - places.query)
+        return _of_heads(self.change.bias(self.tensors(query.device), distance), query)
+
     def dense(self, query: Tensor, key: Tensor, places: Places, positions: Tensor | None) -> Tensor:
         """The additive bias, (1, H, Q, K) or (B, H, Q, K), in the queries' dtype."""
         queries, keys, device = query.shape[2], key.shape[2], query.device
-        tensors = self.tensors(device)
         if self.change.placed is None:
-            distance = torch.arange(1 - queries, keys, device=device) + (places.key - places.query)
-            return spread(self.change.bias(tensors, distance), queries, keys)[None].to(query.dtype)
+            return spread(self.by_distance(query, key, places), queries, keys)[None].to(query.dtype)
         q = torch.arange(queries, device=device) + places.query
         k = torch.arange(keys, device=device) + places.key
         position = (q[None] if positions is None else positions.to(device))[..., None]
-        return self.change.placed(tensors, (k - q[:, None])[None], position).to(query.dtype)
+        bias = self.change.placed(self.tensors(device), (k - q[:, None])[None], position)
+        return _of_heads(bias.transpose(0, 1), query).transpose(0, 1).to(query.dtype)
 
     def extended(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
         """The bias as extra dimensions of q and k, (..., D) -> (..., D + r): no (Q, K) tensor, on any kernel.
@@ -122,10 +128,10 @@ class Attached(nn.Module):
             q' = [q | slope / scaling]    k' = [k | place]    q' k' * scaling = q k * scaling + slope * place
         Kernels multiply in the dtype of q and add in float32: in bf16 each factor is a sum of exact parts.
         """
-        tensors, dtype = self.tensors(query.device), query.dtype
-        left, right = self.change.factors(tensors, torch.arange(key.shape[2], device=query.device))
-        lefts = exact_parts(left / scaling, dtype, 3)
-        rights = exact_parts(right, dtype, 2)
+        tensors, dtype, keys = self.tensors(query.device), query.dtype, key.shape[2]
+        left, right = self.change.factors(tensors, torch.arange(keys, device=query.device))
+        lefts = exact_parts(_of_heads(left, query) / scaling * PLACE_UNIT, dtype, 3)
+        rights = exact_parts(right / PLACE_UNIT, dtype, 2 if keys <= TWO_PARTS else 3)
         columns = torch.cat([a for a in lefts for _ in rights], dim=-1)  # (H, r)
         rows = torch.cat([b for _ in lefts for b in rights], dim=-1)  # (K, r)
         spare = -(query.shape[-1] + columns.shape[-1]) % 8  # fused kernels want it; on a CPU 72 are faster than 65
@@ -134,6 +140,28 @@ class Attached(nn.Module):
         query = torch.cat((query, columns[None, :, None].expand(*query.shape[:-1], extra)), dim=-1)
         key = torch.cat((key, rows.expand(*key.shape[:-1], extra)), dim=-1)
         return query, key, nn.functional.pad(value, (0, query.shape[-1] - value.shape[-1]))
+
+
+def _of_heads(values: Tensor, query: Tensor) -> Tensor:
+    """What was computed for H heads (H, ...), where a call (B, H, Q, D) has as many."""
+    if values.shape[0] != query.shape[1]:
+        raise PosSwapError(
+            f"the installed bias is of {values.shape[0]} heads, and {query.shape[1]} are computed here; heads with a "
+            "bias cannot be split among processes (tensor parallel)"
+        )
+    return values
+
+
+class Diagonals:
+    """A bias (B, H, Q, K) that FlexAttention reads entry by entry off its `values` (H, Q + K - 1) at distances."""
+
+    def __init__(self, values: Tensor, queries: int) -> None:
+        self.values = values
+        self.first = torch.full((), queries - 1, device=values.device)  # an int would be a graph for every length
+
+    def __getitem__(self, at: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+        _, head, query, key = at
+        return self.values[head, key - query + self.first]
 
 
 class RotatedKeys:
@@ -177,6 +205,11 @@ def hand_places(
         raise PosSwapError(
             f"config._attn_implementation={implementation!r} was set directly and would drop the installed positions; "
             "use model.set_attn_implementation"
+        )
+    if str(nn.functional.scaled_dot_product_attention.__module__).startswith("torch.distributed"):
+        raise PosSwapError(
+            "context parallelism (torch's `context_parallel`, cp_size > 1) splits a sequence among processes that do "
+            "not know their places in it; a scheme inside attention needs cp_size=1"
         )
     call = given(names, args, kwargs)
     name = next((name for name, value in call.items() if isinstance(value, Cache)), None)
@@ -233,18 +266,21 @@ def attend(
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         query, key, value = attached.extended(query, key, value, scaling)
         output, weights = forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-        return output[..., :width], weights
+        return output[..., :width].contiguous(), weights  # some models take a view of it
+    kwargs["position_bias"] = None  # the model's own, silenced
+    if backend == "flex_attention" and change.placed is None:
+        values = attached.once("values", query, key.shape[2], places, lambda: attached.by_distance(query, key, places))
+        kwargs["position_bias"] = Diagonals(values, query.shape[2])
+        return forward(module, query, key, value, attention_mask, **kwargs)
     bias = attached.once("bias", query, key.shape[2], places, lambda: attached.dense(query, key, places, positions))
-    if kwargs.get("position_bias") is not None:  # the model's own, silenced
-        bias = bias + kwargs["position_bias"]
-    kwargs["position_bias"] = None
-    if backend == "eager":
+    if backend == "flex_attention":
+        kwargs["position_bias"] = bias.expand(query.shape[0], -1, -1, -1)
+        return forward(module, query, key, value, attention_mask, **kwargs)
+    if backend == "eager" or (attention_mask is not None and attention_mask.is_floating_point()):
         if attention_mask is not None:
             lowest = torch.finfo(query.dtype).min  # a row without keys must not become -inf everywhere
             bias = (attention_mask[..., : key.shape[2]] + bias).clamp(min=lowest)
         return forward(module, query, key, value, bias, **kwargs)
-    if backend == "flex_attention":
-        bias = bias.expand(query.shape[0], -1, -1, -1)
     kwargs["position_bias"] = bias
     return forward(module, query, key, value, attention_mask, **kwargs)
 
@@ -259,15 +295,19 @@ def stock(module: nn.Module, backend: str) -> Callable:
 def reroute(module: nn.Module, *args: Any, declaration: AttentionDeclaration, names: tuple[str, ...], **kwargs: Any):
     """The forward of an attention module whose own does not call transformers' interface: this one does.
 
-    Its mask (B, 1, Q, K) tells which keys a query sees, and with them its position: nobody else tells this module.
+    A causal module's mask (B, 1, Q, K) tells which keys a query sees, and with them its position: nobody else does.
     """
     call = given(names, args, kwargs)
     query, key, value = declaration.project(module, call)
-    cache, mask = call.get(declaration.cache), call["attention_mask"]
+    cache, mask, positions = call.get(declaration.cache), call["attention_mask"], None
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
     if cache is not None:
         key, value = cache.update(key, value, module.layer_idx)
-    if mask.dtype == torch.bool:  # true where hidden
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, torch.finfo(query.dtype).min)
+    if declaration.causal(module):
+        if mask.dtype == torch.bool:  # true where hidden
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, torch.finfo(query.dtype).min)
+        positions = ((mask == 0).sum(-1)[:, 0] - 1).clamp(min=0)
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, stock(module, "eager"))
     output, weights = attention(
         module,
@@ -275,9 +315,9 @@ def reroute(module: nn.Module, *args: Any, declaration: AttentionDeclaration, na
         key,
         value,
         mask,
-        scaling=getattr(module, declaration.scaling),
+        scaling=declaration.scaling(module),
         dropout=declaration.dropout(module) if module.training else 0.0,
-        position_ids=((mask == 0).sum(-1)[:, 0] - 1).clamp(min=0),
+        position_ids=positions,
         **{PLACES: call[PLACES]},
     )
     return declaration.finish(module, output.flatten(2), call), weights
@@ -314,8 +354,13 @@ def set_implementation(
 ) -> None:
     """A patched model's `set_attn_implementation`: the scheme moves to the new backend, or the call is refused."""
     if rerouted:  # transformers takes such a model for one that cannot choose
-        implementation = PREFIX + DENSE + check_backend(attn_implementation, scheme, model.modules())
-        model.config._attn_implementation_internal = implementation
+        backend = check_backend(attn_implementation, scheme, model.modules())
+        if backend == "flex_attention":  # torch's crashes on a CPU with a mask of numbers, which is all there is here
+            raise PosSwapError(
+                f"attn_implementation={attn_implementation!r}: {type(model).__name__} computes a mask of numbers for "
+                "all keys, which FlexAttention does not carry; choose one of: eager, sdpa"
+            )
+        model.config._attn_implementation_internal = PREFIX + DENSE + backend
         return
     if isinstance(attn_implementation, dict):
         names = {

@@ -73,11 +73,11 @@ def travel_of(anatomy: Anatomy, scheme: Scheme, steps: Sequence[Any]) -> Travel:
 
 def _declared_in(anatomy: Anatomy) -> Iterator[tuple[str, str]]:
     """(module, name) of the declarations that this model's family is known by."""
-    attentions = own_attention(anatomy.model).values()
+    attentions, families = own_attention(anatomy.model).values(), {table.family for table in anatomy.tables}
     for file in pkgutil.iter_modules(anatomies.__path__):
         module = f"{anatomies.__name__}.{file.name}"
         declarations = vars(importlib.import_module(module))
-        if anatomy.table is not None and getattr(declarations.get("TABLE"), "family", None) == anatomy.table.family:
+        if getattr(declarations.get("TABLE"), "family", None) in families:
             yield module, "TABLE"
         if declarations.get("ATTENTION") in attentions:
             yield module, "ATTENTION"
@@ -130,6 +130,11 @@ def auto_classes(cls: type[PreTrainedModel]) -> dict[str, str]:
             heads = mapping[cls.config_class]
             heads = heads if isinstance(heads, (tuple, list)) else (heads,)
             found[name] = (cls if cls in heads else heads[0]).__name__
+    if not found:  # a class of a text stack alone, which transformers files under the config of the whole
+        for name, auto in vars(modeling_auto).items():
+            mapping = getattr(auto, "_model_mapping", None) if isinstance(auto, type) else None
+            if mapping is not None and cls.__name__ in mapping._model_mapping.values():
+                found[name] = cls.__name__
     # the saved class first, so that its Auto class is the one shown
     return dict(sorted(found.items(), key=lambda pair: (pair[1] != cls.__name__, pair[0])))
 

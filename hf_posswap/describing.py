@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .anatomy import Anatomy, examine, follows_rotary_contract, kind, text_config
+from .anatomy import STACKS, Anatomy, TableSite, examine, follows_rotary_contract, kind, text_config
 from .edits import same
 from .patching import config_before, record_of
 from .planning.layers import SECOND, second_config
 from .planning.plan import config_path, plain_state
 from .planning.rotary import build, has_second_factor, unscaled
-from .record import FOREIGN_ROPE_TYPE, NATIVE, PORTABLE, Record
+from .planning.table import rms_key
+from .profile import Fit
+from .quiet import quiet
+from .record import FIT, FOREIGN_ROPE_TYPE, NATIVE, PORTABLE, Record
 from .scheme import Scheme, name_of, scheme_of
 from .serving import Served, serving
 from .sites import BIAS, EMBED, ROTARY, EmbedGeometry, RotaryGeometry
@@ -39,6 +41,7 @@ class SiteDescription:
 class Description:
     """What `describe` found. `length_had` and `length` are in tokens (patches); `storage` is None un-patched.
 
+    `fit`: how well its parameters did what the positions before did, when it was swapped in, where text chose them.
     `serving`: what inference servers make of the model once it is saved; read from their sources, not run.
     """
 
@@ -49,6 +52,7 @@ class Description:
     length: int
     scheme: str | None
     storage: str | None
+    fit: Fit | None = None
     serving: tuple[Served, ...] = ()
 
     def __str__(self) -> str:
@@ -64,6 +68,8 @@ class Description:
             PORTABLE: "portable: hf_posswap.from_pretrained loads it, or an Auto class with trust_remote_code=True",
         }
         lines.append(f"  storage  {meaning[self.storage]}")
+        if self.fit is not None:
+            lines.append(f"  fit      {self.fit}")
         lines += [f"  {'' if index else 'serving':8} {served}" for index, served in enumerate(self.serving)]
         return "\n".join(lines)
 
@@ -76,13 +82,15 @@ def describe(model: nn.Module) -> Description:
     """
     anatomy, record = examine(model), record_of(model)
     sites = [
-        describe_site(anatomy, record)
+        site
         for present, describe_site in (
-            (anatomy.rotary, _describe_rotary),
-            (anatomy.table, _describe_table),
-            (anatomy.bias, _describe_bias),
+            (anatomy.rotary is not None, _describe_rotary),
+            (anatomy.tables, _describe_tables),
+            (anatomy.fixed, _describe_fixed),
+            (anatomy.bias is not None, _describe_bias),
         )
-        if present is not None
+        if present
+        for site in describe_site(anatomy, record)
     ]
     sites += _describe_added(anatomy, record)
     length = _trained_length(anatomy) if record is None else record.length
@@ -94,6 +102,7 @@ def describe(model: nn.Module) -> Description:
         length=length,
         scheme=None if record is None else name_of(record),
         storage=None if record is None else record.storage,
+        fit=Fit(**record.measured[FIT]) if record is not None and FIT in record.measured else None,
         serving=() if record is None else serving(anatomy.config.to_dict(), record, "FOLDER"),
     )
 
@@ -118,8 +127,11 @@ def _original_length(anatomy: Anatomy, record: Record | None) -> int:
         return _original(anatomy, record, "max_position_embeddings") or 0
     if table.grid is not None:
         size = _original(anatomy, record, "image_size")
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        return (height // table.patch) * (width // table.patch)
+        (height, width), (patch_height, patch_width) = (
+            side if isinstance(side, (list, tuple)) else (side, side)
+            for side in (size, _original(anatomy, record, "patch_size"))
+        )
+        return (height // patch_height) * (width // patch_width)
     return _original(anatomy, record, "max_position_embeddings") - (table.reserved if table.counted else 0)
 
 
@@ -132,7 +144,7 @@ def _rotary_name(parameters: dict[str, Any]) -> str:
     return {"default": "rope", "proportional": "rope"}.get(rope_type, rope_type)
 
 
-def _describe_rotary(anatomy: Anatomy, record: Record | None) -> SiteDescription:
+def _describe_rotary(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDescription]:
     site, names, details = anatomy.rotary, [], []
     before = _original(anatomy, record, "rope_parameters")
     for layer_type in site.layer_types or (None,):
@@ -146,13 +158,45 @@ def _describe_rotary(anatomy: Anatomy, record: Record | None) -> SiteDescription
     had, has = (" / ".join(dict.fromkeys(n[side] for n in names)) for side in (0, 1))
     if record is not None and record.layers is not None and not scheme_of(record).stacks:
         has = _in_layers(record, had, record.scheme if ROTARY in scheme_of(record).sites else NOTHING)
+    if _silenced_here(anatomy, record):
+        has, details = record.scheme if ROTARY in scheme_of(record).sites else NOTHING, []
     if record is not None and "pairing" in record.original:
         details.append(f"pairing={record.params['pairing']}")
-    return SiteDescription(ROTARY, had, has, "; ".join(details))
+    yield SiteDescription(ROTARY, had, has, "; ".join(details))
 
 
-def _describe_table(anatomy: Anatomy, record: Record | None) -> SiteDescription:
-    table = anatomy.table
+def _silenced_here(anatomy: Anatomy, record: Record | None) -> bool:
+    """Whether this package, and no key of the config, keeps the rotation of a model from turning."""
+    if record is None or record.storage != PORTABLE or record.layers is not None:
+        return False
+    return ROTARY in scheme_of(record).silences(anatomy.sites)
+
+
+def _of_stack(anatomy: Anatomy, record: Record | None, module: nn.Module) -> tuple[str, Record | None]:
+    """(words that tell the stack of an encoder-decoder model, the record if the swap was in that stack)."""
+    if not anatomy.model.config.is_encoder_decoder:
+        return "", record
+    inside = {name: set(map(id, getattr(anatomy.model, f"get_{name}")().modules())) for name in STACKS}
+    stack = next(name for name, modules in inside.items() if id(module) in modules)
+    elsewhere = record is not None and record.stack not in (None, stack)
+    return f"{stack}: ", None if elsewhere else record
+
+
+def _describe_tables(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDescription]:
+    for table in anatomy.tables:
+        words, mine = _of_stack(anatomy, record, table.owner)
+        found = _describe_table(anatomy, table, mine)
+        yield replace(found, detail=words + found.detail)
+
+
+def _describe_fixed(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDescription]:
+    for module in anatomy.fixed.values():
+        words, mine = _of_stack(anatomy, record, module)
+        has = NOTHING if _silenced(anatomy, mine) else "sinusoidal"
+        yield SiteDescription(EMBED, "sinusoidal", has, f"{words}computed")
+
+
+def _describe_table(anatomy: Anatomy, table: TableSite, record: Record | None) -> SiteDescription:
     replaced = record is not None and EMBED in scheme_of(record).sites
     has = NOTHING if _silenced(anatomy, record) else record.scheme if replaced else "learned"
     state = "trainable" if table.weight.requires_grad else "frozen"
@@ -161,12 +205,18 @@ def _describe_table(anatomy: Anatomy, record: Record | None) -> SiteDescription:
     return SiteDescription(EMBED, "learned", has, f"{size}, width {table.rows.shape[-1]}, {state}{joined}")
 
 
-def _describe_bias(anatomy: Anatomy, record: Record | None) -> SiteDescription:
-    had, table = anatomy.bias.name, next(iter(anatomy.bias.tables.values()), None)
-    replaced = record is not None and BIAS in scheme_of(record).sites
-    has = _in_layers(record, had, NOTHING if _silenced(anatomy, record) else record.scheme if replaced else had)
-    own = "" if table is None else f"{table.num_embeddings} buckets"
-    return SiteDescription(BIAS, had, has, "inside attention" if replaced else own)
+def _describe_bias(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDescription]:
+    """One line, or one for each stack whose layers have biases."""
+    seen: set[str] = set()
+    for table in anatomy.bias.tables.values() or (None,):
+        words, mine = ("", record) if table is None else _of_stack(anatomy, record, table)
+        if words in seen:
+            continue
+        seen.add(words)
+        had, replaced = anatomy.bias.name, mine is not None and BIAS in scheme_of(mine).sites
+        has = _in_layers(mine, had, NOTHING if _silenced(anatomy, mine) else mine.scheme if replaced else had)
+        own = "" if table is None else f"{table.num_embeddings} buckets"
+        yield SiteDescription(BIAS, had, has, words + ("inside attention" if replaced else own))
 
 
 def _in_layers(record: Record | None, had: str, has: str) -> str:
@@ -262,7 +312,7 @@ def probe(model: nn.Module) -> Probe:
         PosSwapError: not a transformers model, or one without a recognised site.
     """
     anatomy = examine(model)
-    with _quiet(model), torch.no_grad():
+    with quiet(model), torch.no_grad():
         subject = _ImageSubject(anatomy) if model.main_input_name == "pixel_values" else _TextSubject(anatomy)
         called = _rotary_calls(anatomy, subject)
         order, shift, distance = subject.order(), subject.shift(), subject.distance()
@@ -275,26 +325,6 @@ def probe(model: nn.Module) -> Probe:
         faults=tuple(_faults(anatomy, called)),
         tolerance=100 * torch.finfo(dtype).eps,  # rounding through a stack of layers
     )
-
-
-@contextmanager
-def _quiet(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and rotary buffers that a long input may have regrown put back."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    rotary = [m for m in model.modules() if follows_rotary_contract(m)]
-    state = [(m, dict(m._buffers), {n: b.clone() for n, b in m._buffers.items()}, plain_state(m)) for m in rotary]
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-        for module, buffers, values, plain in state:
-            module._buffers.update(buffers)
-            for name, value in values.items():
-                buffers[name].copy_(value)  # transformers writes longrope's into the buffer itself
-            for name, value in plain.items():
-                setattr(module, name, value)
 
 
 def _relative(a: Tensor, b: Tensor) -> float:
@@ -382,14 +412,16 @@ class _ImageSubject(_Subject):
 
     def __init__(self, anatomy: Anatomy) -> None:
         super().__init__(anatomy)
+        self.stack = anatomy.model.base_model  # the layers' own stack takes patches
         self.rows, self.columns = self.table.grid
-        shape = (1, self.model.config.num_channels, self.rows * self.table.patch, self.columns * self.table.patch)
+        height, width = self.table.patch
+        shape = (1, self.model.config.num_channels, self.rows * height, self.columns * width)
         pixels = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         self.pixels = pixels.to(self.model.device, self.model.dtype)
 
     def order(self) -> float:
-        patch = self.table.patch
-        blocks = self.pixels.unfold(2, patch, patch).unfold(3, patch, patch)  # (1, C, rows, columns, patch, patch)
+        height, width = self.table.patch
+        blocks = self.pixels.unfold(2, height, height).unfold(3, width, width)  # (1, C, rows, columns, height, width)
         flipped = blocks.flip(2, 3).permute(0, 1, 2, 4, 3, 5).reshape(self.pixels.shape)
         straight, permuted = self.run(pixel_values=self.pixels)[1], self.run(pixel_values=flipped)[1]
         prefix = straight.shape[0] - self.rows * self.columns
@@ -399,11 +431,11 @@ class _ImageSubject(_Subject):
         return None
 
     def distance(self) -> tuple[tuple[int, float], ...]:
-        patch, first = self.table.patch, self.table.reserved
+        (height, width), first = self.table.patch, self.table.reserved
         plain, found, away = self.run(pixel_values=self.pixels)[1][first], [], 1
         while away < self.columns:
             blank = self.pixels.clone()
-            blank[..., :patch, away * patch : (away + 1) * patch] = 0
+            blank[..., :height, away * width : (away + 1) * width] = 0
             found.append((away, _relative(self.run(pixel_values=blank)[1][first], plain)))
             away *= 2
         return tuple(found)
@@ -439,8 +471,7 @@ def _rotary_modules(anatomy: Anatomy) -> dict[str, nn.Module]:
 
 def _faults(anatomy: Anatomy, called: set[str]) -> Iterator[str]:
     record = record_of(anatomy.model)
-    foreign = FOREIGN_ROPE_TYPE in str(getattr(anatomy.config, "rope_parameters", None))
-    silenced_here = record is not None and record.storage == PORTABLE and foreign
+    silenced_here = _silenced_here(anatomy, record)
     for path, module in _rotary_modules(anatomy).items():
         if path not in called:
             yield f"{path}: no forward pass reads this rotary module; what it holds has no effect"
@@ -455,8 +486,9 @@ def _faults(anatomy: Anatomy, called: set[str]) -> Iterator[str]:
     if record is not None:
         yield from _record_faults(anatomy, record)
         yield from _attention_faults(anatomy.model)
-    if anatomy.table is not None:
-        yield from _table_faults(anatomy, record)
+    for table in anatomy.tables:
+        mine = record if record is None or table in anatomy.within(record.stack).tables else None
+        yield from _table_faults(anatomy, table, mine)
 
 
 def _rotary_faults(config: Any, path: str, module: nn.Module) -> Iterator[str]:
@@ -509,8 +541,7 @@ def _attention_faults(model: nn.Module) -> Iterator[str]:
             yield f"{path}: attention is {module.config._attn_implementation!r}, past what is installed there"
 
 
-def _table_faults(anatomy: Anatomy, record: Record | None) -> Iterator[str]:
-    table = anatomy.table
+def _table_faults(anatomy: Anatomy, table: TableSite, record: Record | None) -> Iterator[str]:
     for name in table.buffers:
         if table.owner.get_buffer(name).shape[-1] != table.rows.shape[0]:
             held, rows = table.owner.get_buffer(name).shape[-1], table.rows.shape[0]
@@ -520,7 +551,7 @@ def _table_faults(anatomy: Anatomy, record: Record | None) -> Iterator[str]:
     scheme = scheme_of(record)
     if EMBED in scheme.sites and scheme.recomputable:
         rows = table.rows[table.reserved :]
-        rms = record.measured.get("rms", 1.0)
+        rms = record.measured.get(rms_key(anatomy.within(record.stack), table), 1.0)
         geometry = EmbedGeometry(rows.shape[-1], len(rows), rows, lambda: rms, table.grid, table.patch)
         expected = scheme.embed(geometry).vectors(torch.arange(len(rows), device=rows.device)).to(rows.dtype)
         if not same(rows, expected):

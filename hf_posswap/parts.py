@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .errors import PosSwapError
+
+TOLD = "posswap_positions"  # the keyword by which a stack tells its first layer where tokens stand
 
 
 def move_without_cast(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -80,16 +83,24 @@ def add_positions(
     *,
     names: tuple[str, ...],
     vectors: Callable[[Tensor], Tensor],
+    streams: int = 1,
 ) -> tuple[tuple, dict]:
-    """Add position vectors to the hidden states (B, S, E) that enter a layer."""
+    """Add position vectors to the hidden states that enter a layer: (B, S, E), or with several streams of width E
+    (B, S, `streams`, E) or (B, S, `streams` * E).
+    """
     call = given(names, args, kwargs)
-    position_ids, hidden_states = call.get("position_ids"), call["hidden_states"]
+    told, hidden_states = call.get(TOLD), call["hidden_states"]
+    position_ids = call.get("position_ids") if told is None else told
     if position_ids is None or position_ids.dim() != 2:
         raise PosSwapError(
             f"position_ids={position_ids if position_ids is None else tuple(position_ids.shape)} reached the first "
             "layer where (batch, sequence) is needed; the installed position vectors cannot be added"
         )
-    moved = hidden_states + vectors(position_ids).to(hidden_states.dtype)
+    added = vectors(position_ids).to(hidden_states.dtype)
+    if streams > 1:
+        added = added[:, :, None].expand(-1, -1, streams, -1)
+        added = added if hidden_states.dim() == 4 else added.flatten(2)
+    moved = hidden_states + added
     return with_argument(names, args, kwargs, "hidden_states", moved)
 
 
@@ -105,6 +116,18 @@ def positions_from_mask(module: nn.Module, args: tuple, kwargs: dict, *, names: 
     inputs = call["inputs_embeds"] if call.get("input_ids") is None else call["input_ids"]
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, mask.shape[1] - inputs.shape[1] :]
     return with_argument(names, args, kwargs, "position_ids", positions)
+
+
+def tell_positions(module: nn.Module, args: tuple, kwargs: dict, *, names: tuple[str, ...]) -> tuple[tuple, dict]:
+    """Hand a stack its positions once more, by a keyword that it passes on to its layers: its own it keeps."""
+    call = given(names, args, kwargs)
+    positions = call.get("position_ids")
+    if positions is None:
+        inputs = call["inputs_embeds"] if call.get("input_ids") is None else call["input_ids"]
+        cache = call.get("past_key_values")
+        past = 0 if cache is None else cache.get_seq_length()
+        positions = torch.arange(inputs.shape[1], device=inputs.device)[None] + past
+    return args, kwargs | {TOLD: positions}
 
 
 def refuse_longer(
@@ -123,6 +146,12 @@ def refuse_longer(
                 f"patch_model(model, 'learned', max_positions={length}) makes room"
             )
     return args, kwargs
+
+
+def no_vectors(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """The forward of a silenced module of position vectors: zeros (1, 1, 1), for any tokens."""
+    tensor = next(chain(module.parameters(), module.buffers()))
+    return torch.zeros(1, 1, 1, dtype=tensor.dtype, device=tensor.device)
 
 
 def without_positions(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +47,8 @@ def patch_model(
     processor: Any = None,
     dry_run: bool = False,
     layers: Sequence[int] | None = None,
+    stack: str | None = None,
+    fit: Iterable[Any] | None = None,
     **params: Any,
 ) -> Any:
     """Swap the way a model knows where a token is, in place, and return the same model.
@@ -56,25 +58,37 @@ def patch_model(
         scheme: a name from `list_schemes()`, or a Scheme object.
         tokenizer, processor: their limits (tokens, pixels) are updated with the model's.
         dry_run: return the Plan, which prints itself, and change nothing.
+        stack: of an encoder-decoder model, the `encoder` or the `decoder` alone; both where None or `both`.
         layers: indices of the layers that take the scheme; the others keep the positions they have. None: all.
+        fit: calibration text, an iterable of batches: (batch, sequence) token ids, dicts of a model's inputs, or with
+            tokenizer= strings (cut into rows of the trained length). The model is run on it before anything is
+            changed, and the scheme's learned parameters are chosen so that they do what the old positions did;
+            `describe` says how well.
         params: the scheme's own parameters, under transformers' names.
 
     Raises:
         PosSwapError: an argument is wrong, the pair is unsupported, or nothing would change. The model is then
             as it was, to the bit.
 
-    A patched model is patched anew from its un-patched original, and the same patch twice is one. Warns with
-    RecalibrationWarning where the model must be fine-tuned before it is of use.
+    A patched model is patched anew from its un-patched original, and the same patch twice is one (with fit=, the
+    second: it may be of other text). Warns with RecalibrationWarning where the model must be fine-tuned before it is
+    of use.
     """
     scheme = make_scheme(scheme, params)
+    if fit is not None:
+        from .fitting import fit_plan, refuse_unfittable  # imports transformers' modeling code, seconds of it
+
+        refuse_unfittable(scheme)
     patch = patch_of(model)
-    if patch is not None and carries(model, scheme, layers) and not dry_run:
+    if patch is not None and fit is None and carries(model, scheme, layers, stack) and not dry_run:
         _swap_limits(model, patch, limit_edits(model, _text(model), patch.record.length, tokenizer, processor))
         return model
     if patch is not None:
         _revert(model, patch)
     try:
-        new = plan(model, scheme, tokenizer, processor, layers=layers)
+        new = plan(model, scheme, tokenizer, processor, layers=layers, stack=stack)
+        if fit is not None:
+            fit_plan(new, fit, tokenizer)
         if not dry_run:
             install(model, new)
     except BaseException:
@@ -88,9 +102,12 @@ def patch_model(
     return model
 
 
-def carries(model: nn.Module, scheme: Scheme, layers: Sequence[int] | None) -> bool:
+def carries(model: nn.Module, scheme: Scheme, layers: Sequence[int] | None, stack: str | None = None) -> bool:
     """Whether a model's record is of this very swap."""
-    record, chosen = record_of(model), chosen_layers(examine(model), layers)
+    record, anatomy = record_of(model), examine(model).within(stack)
+    chosen = chosen_layers(anatomy, layers)
+    if record is not None and record.stack != anatomy.stack:
+        return False
     asked = None if chosen is None else list(chosen)
     return record is not None and scheme_of(record) == scheme and record.layers == asked
 
@@ -156,11 +173,12 @@ def adopt(model: nn.Module, record: Record) -> Patch:
             f"this model's config says {record.scheme!r}, stored portable, and the model was built without it; "
             "load the checkpoint with hf_posswap.from_pretrained"
         )
-    anatomy = examine(model)
+    anatomy = examine(model).within(record.stack)
     replaced = _replaced_sites(anatomy, record)
     trainable = scheme_of(record).trainable
     if EMBED in replaced and not trainable:  # transformers loads every table as trainable
-        anatomy.table.weight.requires_grad_(False)
+        for table in anatomy.tables:
+            table.weight.requires_grad_(False)
     if BIAS in replaced and not trainable:
         for table in anatomy.bias.tables.values():
             table.weight.requires_grad_(False)
@@ -176,17 +194,20 @@ def adopt(model: nn.Module, record: Record) -> Patch:
 def forget_replaced(model: nn.Module) -> None:
     """A reloaded model whose table of positions was replaced has no way back: its checkpoint holds the new one."""
     patch = patch_of(model)
-    if _replaced_sites(examine(model), patch.record) & {EMBED, BIAS}:
+    if _replaced_sites(examine(model).within(patch.record.stack), patch.record) & {EMBED, BIAS}:
         patch.journal = None
 
 
 def _replaced_sites(anatomy: Anatomy, record: Record) -> frozenset[str]:
-    """The sites of a model whose numbers a recorded swap took over or silenced; an ALiBi has none."""
+    """The sites of a model whose numbers a recorded swap took over or silenced; an ALiBi has none, and
+    neither have sinusoids that are computed.
+    """
     scheme = scheme_of(record)
     if scheme.stacks or record.layers is not None:
         return frozenset()
     replaced = scheme.sites & anatomy.sites or anatomy.sites
-    return replaced if anatomy.bias is None or anatomy.bias.tables else replaced - {BIAS}
+    numbers = {EMBED: anatomy.tables, BIAS: anatomy.bias is not None and anatomy.bias.tables, ROTARY: True}
+    return frozenset(site for site in replaced if numbers[site])
 
 
 def config_before(model: nn.Module, record: Record) -> Any:
@@ -199,7 +220,7 @@ def config_before(model: nn.Module, record: Record) -> Any:
 
 def _way_back(model: nn.Module, record: Record) -> Journal:
     """Edits, already made, whose other side is a reloaded model's rotary site as its original config builds it."""
-    anatomy = examine(model)
+    anatomy = examine(model).within(record.stack)
     if _replaced_sites(anatomy, record) & {EMBED, BIAS}:
         raise PosSwapError(
             f"{record.scheme}: this checkpoint no longer holds the table that the swap replaced, so it cannot be "

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .anatomy import Anatomy, find_bias, find_rotary, find_table
+from .anatomy import Anatomy, find_sites
 from .edits import Journal
 from .errors import PosSwapError
 from .planning.plan import Plan
@@ -98,7 +98,7 @@ class Portable:
             kwargs.setdefault("attn_implementation", config._attn_implementation)
         loaded = super().from_pretrained(path, *args, config=before, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        anatomy = Anatomy(model, find_rotary(model), find_table(model), find_bias(model))
+        anatomy = find_sites(model).within(record.stack)
         new = rebuild(anatomy, record, from_params(cls.scheme, record.params), cls.steps, cls.travel)
         Journal([*new.config_edits(), *new.edits]).apply()
         load_added(model, path, **hub)

@@ -13,6 +13,7 @@ from .errors import PosSwapError, nearest
 KEY = "posswap"
 VERSION = 1
 DIGEST = "digest"
+FIT = "fit"  # in `measured`: how well parameters fit that were chosen on text, see `profile.Fit`
 NATIVE, PORTABLE = "native", "portable"
 
 # Stands where a rope_type would in a portable checkpoint: stock transformers stops at it instead of loading a
@@ -30,7 +31,8 @@ class Record:
     length: the longest sequence, in tokens (patches), the result is meant for. original: config values before the
     swap, by dotted path (`pairing`, the one that no config holds, beside them). measured: numbers read off the
     model at the swap and needed again at a reload. source: the un-patched model's name. layers: indices of the layers
-    that take the scheme, None for all. Written with a digest: a record that was damaged, or edited by hand, describes
+    that take the scheme, None for all. stack: `encoder` or `decoder` where one takes it, None (not written) for all
+    there is. Written with a digest: a record that was damaged, or edited by hand, describes
     another model than the one it lies with.
     """
 
@@ -39,13 +41,16 @@ class Record:
     storage: str
     length: int
     original: dict[str, Any] = field(default_factory=dict)
-    measured: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
     source: str = ""
     layers: list[int] | None = None
+    stack: str | None = None
     version: int = VERSION
 
     def to_dict(self) -> dict[str, Any]:
         data = asdict(self)
+        if self.stack is None:
+            del data["stack"]
         return data | {DIGEST: digest(data)}
 
     @staticmethod
@@ -60,7 +65,7 @@ class Record:
         for key in data:
             if key not in known:
                 raise PosSwapError(f"{KEY}.{key} in the config is unknown; {nearest(key, known)}")
-        missing = known - data.keys()
+        missing = known - data.keys() - {"stack"}
         if missing:
             raise PosSwapError(f"{KEY} in the config lacks {sorted(missing)}")
         types = {"scheme": str, "params": dict, "storage": str, "length": int, "version": int, "source": str}
@@ -70,6 +75,8 @@ class Record:
         layers = data["layers"]
         if layers is not None and (not isinstance(layers, list) or not all(type(i) is int for i in layers)):
             raise PosSwapError(f"{KEY}.layers={layers!r} in the config is not a list of integers")
+        if data.get("stack") not in (None, "encoder", "decoder"):
+            raise PosSwapError(f"{KEY}.stack={data['stack']!r}; {nearest(data['stack'], ('encoder', 'decoder'))}")
         if data["storage"] not in (NATIVE, PORTABLE):
             raise PosSwapError(f"{KEY}.storage={data['storage']!r}; {nearest(data['storage'], (NATIVE, PORTABLE))}")
         given = data[DIGEST]

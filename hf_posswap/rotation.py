@@ -28,26 +28,26 @@ class Rotation:
         return Rotation(to(self.frequencies), self.scale, self.interleaved, self.decay, self.centre)
 
     def tables(self, x: Tensor, first: int | Tensor, is_key: bool) -> tuple[Tensor, Tensor]:
-        """cos and sin (S, R/2) of the places first, first + 1, ... of x (B, H, S, D), in its dtype."""
+        """What `turn` needs for the places first, first + 1, ... of x (B, H, S, D): cos and sin (S, R), in its dtype.
+
+        The first of the two dimensions of a pair has its sine negative.
+        """
         places = torch.arange(x.shape[-2], device=x.device) + first
         angle = places[:, None].float() * self.frequencies.to(x.device)
         cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
         if self.decay is not None:
             size = self._decay(places - self.centre, is_key)
             cos, sin = cos * size, sin * size
-        return cos.to(x.dtype), sin.to(x.dtype)
+        along = -1 if self.interleaved else -2
+        return tuple(torch.stack(both, along).flatten(-2).to(x.dtype) for both in ((cos, cos), (-sin, sin)))
 
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x (B, H, S, D) turned by `tables` -> the same shape."""
-        half = cos.shape[-1]
-        turned, rest = x[..., : 2 * half], x[..., 2 * half :]
-        if self.interleaved:
-            a, b = turned[..., 0::2], turned[..., 1::2]
-            rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-        else:
-            a, b = turned[..., :half], turned[..., half:]
-            rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-        return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
+        width = cos.shape[-1]
+        if width < x.shape[-1]:
+            return torch.cat((self.turn(x[..., :width], cos, sin), x[..., width:]), dim=-1)
+        partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if self.interleaved else x.roll(width // 2, -1)
+        return torch.addcmul(x * cos, partner, sin)
 
     def _decay(self, places: Tensor, is_key: bool) -> Tensor:
         """zeta_i^(n / decay) on queries and its inverse on keys (xPos, eq. 14): (S, R/2)."""

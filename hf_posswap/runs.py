@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import __version__
+from .errors import PosSwapError
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +56,20 @@ def peak_memory(device: torch.device | str) -> float:
 
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return held / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def check_processes(count: int) -> None:
+    """Raise PosSwapError where more processes were asked for than the `count` that work together here: what
+    `accelerate launch` does on a CPU where it is not told otherwise."""
+    alone = count == 1
+    apart = alone and int(os.environ.get("WORLD_SIZE", 1)) > 1
+    single = alone and "WORLD_SIZE" not in os.environ and {"MASTER_ADDR", "ACCELERATE_USE_CPU"} <= os.environ.keys()
+    if apart or single:
+        raise PosSwapError(
+            "num_processes: several processes were asked for, and "
+            + ("each of them works alone" if apart else "`accelerate launch --cpu` starts one")
+            + "; on CPUs set ACCELERATE_USE_CPU=true and use `accelerate launch --multi_gpu --num_processes N`"
+        )
 
 
 @contextmanager

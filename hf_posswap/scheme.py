@@ -26,6 +26,7 @@ class Scheme:
     the model must be recalibrated. `trainable`: what it puts into a model's own table takes gradients; of any
     other scheme it is frozen. `stacks`: it joins what the model has; nothing is silenced. `in_attention`: a rotary
     scheme that the models' own rotary modules cannot carry. `learns`: the parameters it adds to a model, in words.
+    `fits`: text can choose them (`fit=`); `fits_with`: what to give instead, or beside it, where it cannot.
     """
 
     name: ClassVar[str]
@@ -36,6 +37,8 @@ class Scheme:
     stacks: ClassVar[bool] = False
     in_attention: ClassVar[bool] = False
     learns: ClassVar[str] = ""
+    fits: ClassVar[bool] = False
+    fits_with: ClassVar[str] = ""
 
     def rotary(self, site: RotaryGeometry) -> RotaryChange:
         raise NotImplementedError(f"{self.name} puts nothing at the rotary site")
@@ -50,6 +53,11 @@ class Scheme:
         """Those of its sites that this package serves inside attention, on a model whose own sites are `native`."""
         turned = self.in_attention or ROTARY not in native
         return self.sites & ({BIAS, ROTARY} if turned else {BIAS})
+
+    def silences(self, native: frozenset[str]) -> frozenset[str]:
+        """Those of a model's own sites that stop; like for like leaves the others alone."""
+        replaced = (self.sites & native) - self.sites_in_attention(native)
+        return frozenset() if replaced or self.stacks else native
 
     @property
     def recomputable(self) -> bool:

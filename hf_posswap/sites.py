@@ -68,8 +68,9 @@ class EmbedGeometry:
 
     `table` has shape (P, E) in float32, without the rows that the family reserves (padding, offsets) and without
     prefix tokens; it is None on a model that adds no position vector. `grid` is (rows, columns) of the patches of
-    an image model and None for text. `rms` is the root mean square of what stands there (of the table, or of the
-    token embeddings where there is no table).
+    an image model, `patch` the (height, width) of one in pixels, and both None for text. `rms` is the root mean square
+    of what stands there (of the table, or of the token embeddings where there is no table). `resample`: the model's own
+    way from the table to one (h * w, E) of another grid, None where it has none.
     """
 
     dim: int
@@ -77,7 +78,8 @@ class EmbedGeometry:
     table: Tensor | None
     rms: Callable[[], float]
     grid: tuple[int, int] | None = None
-    patch: int | None = None
+    patch: tuple[int, int] | None = None
+    resample: Callable[[tuple[int, int]], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -86,14 +88,15 @@ class EmbedChange:
 
     `vectors` maps positions, an integer tensor of any shape (...), to float32 vectors (..., E). `length` is the
     number of positions it is good for.
-    `grid` is the (rows, columns) that an image model gets. `projection` (E, E): a vector is not added to the token's
-    but concatenated with it and projected back to E; this is the half of the projection that reads it, at the start,
-    and the other half is the identity.
+    `grid` is the (rows, columns) of patches that an image model gets, `patch` the (height, width) of one. `projection`
+    (E, E): a vector is not added to the token's but concatenated with it and projected back to E; this is the half of
+    the projection that reads it, at the start, and the other half is the identity.
     """
 
     vectors: Callable[[Tensor], Tensor]
     length: int
     grid: tuple[int, int] | None = None
+    patch: tuple[int, int] | None = None
     projection: Tensor | None = None
 
 
@@ -123,6 +126,8 @@ class BiasChange:
     left (H, r), right (K, r) at the key places `keys` (K,).
     `temperature(position)`: a multiplier of the logits, any shape (...).
     `shared`: one set of parameters for all layers, else one for each.
+    `fit(profile)`: the values of all `parameters` by name that come closest to what other positions add to the logits
+    (`profile.Profile`); None where there is nothing to choose.
     """
 
     bias: Callable[[Tensors, Tensor], Tensor] | None = None
@@ -132,6 +137,7 @@ class BiasChange:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
     shared: bool = True
+    fit: Callable[[Any], dict[str, Tensor]] | None = None
 
     @property
     def absolute(self) -> bool:

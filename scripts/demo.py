@@ -68,11 +68,16 @@ class Demo:
 
         Raises PosSwapError where what is there was trained on other text than this Python's library.
         """
+        from hf_posswap.record import published
+
         folder = self.folder / "base"
         if not (folder / "train_log.json").is_file():
             self.pretrain()
         log = json.loads((folder / "train_log.json").read_text(encoding="utf-8"))["arguments"]
-        if (log["train_file"], log["max_steps"]) != ([str(path) for path in self.train], self.arguments.steps):
+        if ([published(file) for file in log["train_file"]], log["max_steps"]) != (
+            [path.name for path in self.train],
+            self.arguments.steps,
+        ):
             raise PosSwapError(f"demo={str(self.folder)!r} holds a model of another text or length of training")
         return folder
 
@@ -212,12 +217,15 @@ class Demo:
         built = report.build(
             self.protocol(),
             mine,
-            models={"base": {"source": "base"}, "model": {"source": scheme}},
+            {"base": None, scheme: "base"},
+            measures=report.Measures(),
+            models={"base": {"source": "base"}, scheme: {"source": scheme}},
             original_length=self.arguments.length,
             data=self.fingerprint(),
             batch_size=EVALUATION_BATCH,
             device="cpu",
-            seconds=sum(point["seconds"] for one in mine for point in one["points"]),
+            seconds=sum(one["seconds"] for one in mine),
+            processes=1,
         )
         write_report(built, self.folder / scheme)
         return write_card(self.folder / scheme)

@@ -45,9 +45,9 @@ def main() -> None:
     from tqdm import tqdm
 
     from hf_posswap import from_pretrained, patch_model, runs
-    from hf_posswap.evaluation.dilution import dilution
-    from hf_posswap.evaluation.perplexity import trained_length
-    from hf_posswap.evaluation.plots import plot_dilution, require_matplotlib
+    from hf_posswap.evaluation.diagnostics import attention
+    from hf_posswap.evaluation.plots import DIAGNOSTICS, plot_panels, require_matplotlib
+    from hf_posswap.evaluation.subjects import trained_length
 
     require_matplotlib()
     transformers.utils.logging.set_verbosity_error()
@@ -65,7 +65,7 @@ def main() -> None:
         model = from_pretrained(folder)
         if name != "base":
             patch_model(model, name, **params)
-        points = dilution(model, torch.tensor(rows), lengths)
+        points = attention(model, torch.tensor(rows), lengths)
         series.append({"name": name, "params": params, "points": points})
     results = {
         "arguments": asdict(given),
@@ -80,7 +80,7 @@ def main() -> None:
     with runs.replacing(output / "results.json") as path:
         path.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     title = f"Attention dilution, mean of {len(rows)} texts"
-    plot_dilution(series, output / "dilution.png", original_length=trained, title=title)
+    plot_panels(series, output / "dilution.png", DIAGNOSTICS[:2], original_length=trained, title=title)
     for one in series:
         at = {point["length"]: point for point in one["points"]}
         figures = [f"{n}: entropy {at[n]['entropy']:.3f}, weight {at[n]['weight']:.4f}" for n in (trained, lengths[-1])]

@@ -17,7 +17,7 @@ from hf_posswap.arguments import parse, run
 from hf_posswap.errors import PosSwapError
 
 # What a checkpoint needs to be loaded, and what backs the card's numbers; training states stay at home.
-PUSHED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "README.md", "evaluation.*")
+PUSHED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "README.md", "evaluation*")
 
 
 @dataclass

@@ -76,7 +76,7 @@ def generate(page: str) -> str:
         "use": use,
         "schemes": schemes,
         "families": families,
-        "recognised": recognised,
+        "coverage": coverage,
         "demo": demo,
         "bench": bench,
     }
@@ -145,11 +145,16 @@ def families() -> str:
     return "\n".join([*lines, "", note])
 
 
-def recognised() -> str:
-    counts = _read("docs/recognised.json")["summary"]
+def coverage() -> str:
+    report = _read("docs/coverage.json")
+    words = {"causal-lm": "causal", "masked-lm": "masked", "seq2seq-lm": "encoder-decoder and speech"}
+    counts = []
+    for task, count in report["summary"].items():
+        some = count["works"] + count.get("partly", 0)
+        counts.append(f"{count['works']} of {sum(count.values())} {words[task]} ({some} take some of them)")
     return (
-        f"With transformers {counts['transformers']}, {counts['recognised']} of {counts['built']} causal model types "
-        "that can be built here are recognised; [the list](docs/recognised.json)."
+        f"With transformers {report['transformers']}, every scheme that has a meaning works on {'; '.join(counts)} "
+        "model types. All others are refused, saying why; there is no third outcome: [the table](docs/coverage.md)."
     )
 
 

@@ -38,7 +38,7 @@ def main() -> None:
 
     from hf_posswap import from_pretrained
     from hf_posswap.evaluation.data import read_texts, tokenize
-    from hf_posswap.evaluation.perplexity import trained_length
+    from hf_posswap.evaluation.subjects import trained_length
     from hf_posswap.longrope_search import Evolution, search_factors
     from hf_posswap.patching import patch_model
 

@@ -51,9 +51,16 @@ def load(folder: Path, mode: str = MODE):
     return cls.from_pretrained(folder, **how)
 
 
+def aligned(model):
+    """Weights mapped from a file start at any address, and some kernels then add in another order."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
+
+
 def kept(model, folder: Path, name: str) -> None:
     with torch.no_grad():
-        found = model.eval()(**load_file(folder / "inputs.st")).logits
+        found = aligned(model).eval()(**load_file(folder / "inputs.st")).logits
     save_file({"logits": found.contiguous()}, folder / f"{name}.st")
 
 

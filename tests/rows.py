@@ -175,6 +175,7 @@ SILENT_ROWS = [
     *[Row("nope", family, undoable=False, recalibrate=True) for family in (*TABLES, "vit", "t5_encoder")],
     *[Row("nope", family, native=False, recalibrate=True) for family in ("bloom", "mpt", "falcon_alibi")],
     Row("nope", "falcon", recalibrate=True),
+    Row("nope", "phi3", native=False, recalibrate=True),  # its config holds no silence
 ]
 ADDED_ROWS = [
     Row("sinusoidal", family, {"layout": layout}, native=False, recalibrate=True)
@@ -242,6 +243,7 @@ CONCAT_ROWS = [
 IN_ATTENTION = {
     "alibi": {},
     "alibi learnable": {"learnable": True},
+    "alibi per layer": {"learnable": True, "per_layer": True},
     "alibi steep": {"slopes": (2.0, 1.0, 0.5, 0.25)},
     "t5": {},
     "t5 per layer": {"num_buckets": 16, "max_distance": 20, "per_layer": True},
@@ -251,7 +253,12 @@ IN_ATTENTION = {
     "sandwich": {"dim": 32},
     "xpos": {"scale_base": 16},
     "rope": {},
+    "linear": {"factor": 4},
+    "ntk": {"factor": 4},
+    "ntk-by-parts": {"factor": 4},
     "yarn": {"factor": 4},
+    "llama3": {"factor": 4},
+    "proportional": {"partial_rotary_factor": 0.5},
     "logn": {"clip": False},
 }
 KEPT = ("llama", "gemma3", "gpt_neox", "modernbert", "bloom", "mpt", "falcon", "falcon_alibi")  # no numbers to lose
@@ -268,25 +275,29 @@ def in_attention(names: str, family: str, **flags: Any) -> list[Row]:
     return rows
 
 
+EVERY_ROTATION = "rope, linear, ntk, ntk-by-parts, yarn, llama3, proportional"
 EVERY_BIAS = "alibi, alibi learnable, t5, t5 per layer, kerple, kerple power, sandwich"
 ATTENTION_ROWS = [
     *in_attention("alibi, t5, fire, xpos", "llama", flex=True),
-    *in_attention("alibi learnable, t5 per layer, kerple, kerple power, sandwich, logn", "llama"),
-    *in_attention("alibi, t5, kerple, fire, xpos, logn", "gemma3"),
+    *in_attention("alibi learnable, alibi per layer, t5 per layer, kerple, kerple power, sandwich, logn", "llama"),
+    *in_attention("alibi, t5, kerple, fire, sandwich, xpos, logn", "gemma3"),
     *in_attention("alibi, t5, kerple, fire, sandwich, xpos, logn", "gpt_neox"),
-    *in_attention(f"{EVERY_BIAS}, fire, xpos, rope, yarn, logn", "gpt2"),
-    *in_attention("alibi, t5, kerple, fire, sandwich, xpos, rope, yarn, logn", "opt"),
+    *in_attention(f"{EVERY_BIAS}, fire, xpos, {EVERY_ROTATION}, logn", "gpt2"),
+    *in_attention(f"alibi, t5, kerple, fire, sandwich, xpos, {EVERY_ROTATION}, logn", "opt"),
     *in_attention("alibi, rope", "bert", flex=True),
-    *in_attention("alibi learnable, t5, t5 per layer, kerple, kerple power, sandwich, yarn", "bert"),
-    *in_attention("alibi, t5, kerple, sandwich, rope, yarn", "roberta"),
-    *in_attention("alibi, t5, kerple", "modernbert"),
+    *in_attention("alibi learnable, alibi per layer, t5, t5 per layer, kerple, kerple power, sandwich", "bert"),
+    *in_attention("linear, ntk, ntk-by-parts, yarn, llama3, proportional", "bert"),
+    *in_attention(f"alibi, t5, kerple, sandwich, {EVERY_ROTATION}", "roberta"),
+    *in_attention("alibi, t5, kerple, sandwich", "modernbert"),
+    *in_attention(f"alibi, t5, t5 per layer, kerple, sandwich, {EVERY_ROTATION}", "mpnet"),
     *in_attention("alibi, rope", "electra"),
     *in_attention("alibi, rope", "distilbert"),
-    *in_attention("alibi steep, t5, t5 per layer, kerple, kerple power, fire, sandwich, xpos, rope, yarn", "bloom"),
-    *in_attention("alibi steep, t5, kerple, fire, sandwich, xpos, rope, yarn", "mpt"),
+    *in_attention("alibi steep, t5, t5 per layer, kerple, kerple power, fire, sandwich, xpos", "bloom"),
+    *in_attention(EVERY_ROTATION, "bloom"),
+    *in_attention(f"alibi steep, t5, kerple, fire, sandwich, xpos, {EVERY_ROTATION}", "mpt"),
     *in_attention("alibi, t5, kerple, fire, sandwich, xpos, rope", "falcon_alibi"),
     *in_attention("alibi, t5, kerple, fire, sandwich, xpos, logn", "falcon"),
-    *in_attention("alibi, t5, t5 per layer, kerple, sandwich, rope, yarn", "t5_encoder"),
+    *in_attention(f"alibi, t5, t5 per layer, kerple, sandwich, {EVERY_ROTATION}", "t5_encoder"),
 ]
 SOME = {"native": False, "recalibrate": True}
 LAYER_ROWS = [

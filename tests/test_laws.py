@@ -235,8 +235,6 @@ def test_twice_is_once_and_another_replaces_it(row: Row):
     places = "learned" if row.anatomy.vision else "sinusoidal" if row.anatomy.positions else "rope"
     other = "nope" if row.scheme != "nope" else places
     params = {"image_size": 64} if other == "learned" else {}
-    if row.family == "phi3":  # its config holds no silence
-        other, params = "rope", {"rope_theta": 3e4}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RecalibrationWarning)
         patch_model(model, other, **params)

@@ -91,9 +91,21 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 8},
     "mellum": {"layer_types": BOTH},
+    "mimo_v2_flash": {"head_dim": 24},  # a third of it is rotated
     "ministral": {"head_dim": 16},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "nystromformer": {"conv_kernel_size": 5},
+    "phimoe": {
+        "rope_parameters": {
+            **ROPE,
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+            "short_mscale": 1.1,
+            "long_mscale": 1.2,
+            "original_max_position_embeddings": 16,
+        },
+    },
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,
@@ -108,6 +120,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "axial_pos_embds_dim": [16, 48],
         "local_attn_chunk_length": 8,
         "lsh_attn_chunk_length": 8,
+        "hash_seed": 0,
     },
     "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2, "depths": [1] * 7},
     "vibevoice_asr": {"acoustic_tokenizer_chunk_size": 3200},
@@ -174,17 +187,19 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(lines)[:300]}"
 
 
-def forward(model: PreTrainedModel, length: int = 16) -> Tensor:
-    """Logits of random text, (1, length, vocabulary); models that read codebooks get the text once for each."""
-    generator = torch.Generator().manual_seed(0)
+def inputs(model: PreTrainedModel, length: int = 16, seed: int = 0) -> dict[str, Tensor]:
+    """Random text (1, length), also for the decoder; models that read codebooks get it once for each."""
+    generator = torch.Generator().manual_seed(seed)
     rows = getattr(model.config, "num_codebooks", 1)
     stop = min(WORDS.stop, getattr(model.config.get_text_config(), "vocab_size", VOCAB))
     ids = torch.randint(WORDS.start, stop, (1, length), generator=generator).expand(rows, -1)
-    inputs = {"input_ids": ids}
-    if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = ids.flip(-1)
+    return {"input_ids": ids} | ({"decoder_input_ids": ids.flip(-1)} if model.config.is_encoder_decoder else {})
+
+
+def forward(model: PreTrainedModel, length: int = 16) -> Tensor:
+    """Logits of random text, (1, length, vocabulary)."""
     with torch.no_grad():
-        return model(**inputs).logits
+        return model(**inputs(model, length)).logits
 
 
 # --- tiny configs

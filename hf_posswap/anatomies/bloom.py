@@ -1,5 +1,7 @@
 """Bloom: one fused projection, ALiBi in every layer."""
 
+from operator import attrgetter
+
 from torch.nn.functional import dropout
 
 from ..anatomy import AttentionDeclaration
@@ -21,7 +23,8 @@ ATTENTION = AttentionDeclaration(
     holds=("query_key_value", "slow_but_exact"),
     project=_project,
     finish=_finish,
-    scaling="inv_norm_factor",
+    scaling=attrgetter("inv_norm_factor"),
     dropout=_dropout,
     cache="layer_past",
+    alibi=True,
 )

@@ -1,6 +1,7 @@
 """Falcon: one fused projection, then its own rotation, or an ALiBi that the stack adds to the mask of all layers."""
 
 import sys
+from operator import attrgetter
 
 from ..anatomy import AttentionDeclaration
 
@@ -30,10 +31,10 @@ ATTENTION = AttentionDeclaration(
     holds=("query_key_value", "new_decoder_architecture"),
     project=_project,
     finish=_finish,
-    scaling="inv_norm_factor",
+    scaling=attrgetter("inv_norm_factor"),
     dropout=_dropout,
     groups=_groups,
     cache="layer_past",
-    switch="alibi",
+    alibi="alibi",
     off={"use_alibi": False},
 )

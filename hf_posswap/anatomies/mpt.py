@@ -1,5 +1,7 @@
 """MPT: one fused projection, clipped in some models, ALiBi in every layer."""
 
+from operator import attrgetter
+
 from ..anatomy import AttentionDeclaration
 
 
@@ -22,7 +24,8 @@ ATTENTION = AttentionDeclaration(
     holds=("Wqkv", "softmax_scale"),
     project=_project,
     finish=_finish,
-    scaling="softmax_scale",
+    scaling=attrgetter("softmax_scale"),
     dropout=_dropout,
     cache="past_key_values",
+    alibi=True,
 )

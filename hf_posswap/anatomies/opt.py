@@ -1,17 +1,27 @@
-"""OPT: `embed_positions` adds its own `offset` to every position; the config does not count those rows."""
+"""OPT, BART and Blenderbot and their kin: `embed_positions` adds its own `offset`, where it has one, to every position;
+the config does not count those rows.
+"""
+
+from torch import nn
 
 from ..anatomy import TableDeclaration
 
 
 def _fits(owner, config) -> bool:
-    offset = getattr(owner.embed_positions, "offset", None)
-    return offset is not None and owner.embed_positions.num_embeddings == config.max_position_embeddings + offset
+    table = owner.embed_positions
+    if not isinstance(table, nn.Embedding) or hasattr(table, "create_weight") or hasattr(table, "make_weights"):
+        return False
+    return table.num_embeddings == config.max_position_embeddings + _reserved(owner)
+
+
+def _reserved(owner) -> int:
+    return getattr(owner.embed_positions, "offset", 0)
 
 
 TABLE = TableDeclaration(
     family="opt",
     attribute="embed_positions",
     fits=_fits,
-    reserved=lambda owner: owner.embed_positions.offset,
+    reserved=_reserved,
     counted=False,
 )

@@ -1,26 +1,34 @@
-"""ViT: a Parameter (1, prefix + patches, E) beside the patch embedding, in row-major order of the grid."""
+"""ViT, DeiT, DINOv2, BEiT, MAE, I-JEPA: a Parameter (1, prefix + patches, E) beside the patch embedding, in row-major
+order of the grid.
+"""
 
 from torch import nn
 
 from ..anatomy import TableDeclaration
 
 
-def _pair(size) -> tuple[int, int]:
+def pair(size) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def _grid(owner) -> tuple[int, int]:
-    height, width = _pair(owner.patch_embeddings.image_size)
-    patch_height, patch_width = _pair(owner.patch_embeddings.patch_size)
+    height, width = pair(owner.patch_embeddings.image_size)
+    patch_height, patch_width = _patch(owner)
     return height // patch_height, width // patch_width
 
 
+def _patch(owner) -> tuple[int, int]:
+    return pair(owner.patch_embeddings.patch_size)
+
+
 def _fits(owner, config) -> bool:
+    """Not of video, whose table has a third axis."""
     patches = getattr(owner, "patch_embeddings", None)
     return (
         isinstance(owner.position_embeddings, nn.Parameter)
         and hasattr(patches, "image_size")
-        and hasattr(patches, "num_patches")
+        and hasattr(patches, "patch_size")
+        and getattr(patches, "num_patches", None) == _grid(owner)[0] * _grid(owner)[1]
         and owner.position_embeddings.shape[1] >= patches.num_patches
     )
 
@@ -31,5 +39,5 @@ TABLE = TableDeclaration(
     fits=_fits,
     reserved=lambda owner: owner.position_embeddings.shape[1] - owner.patch_embeddings.num_patches,
     grid=_grid,
-    patch=lambda owner: _pair(owner.patch_embeddings.patch_size)[0],
+    patch=_patch,
 )

@@ -1,106 +1,28 @@
-"""Perplexity by length of a causal language model, always beside the unpatched model it came from.
-
-Letters: B windows in a batch, L length of a window in tokens, T targets of a window (the same in a whole
-batch), V vocabulary.
-"""
+"""Perplexity by length, the loss by position, and perplexity on the tokens that need a long context."""
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..anatomy import find_rotary, find_table, kind, text_config
+from ..anatomy import kind
 from ..errors import PosSwapError
-from ..patching import record_of
-from ..planning.rotary import unscaled
-from ..record import published
-from ..scheme import name_of
-from . import report as reports
-from .protocols import Protocol, Window, make_protocol
+from ..runs import versions
+from .losses import window_losses
+from .protocols import Protocol, Window
+from .subjects import check_fits, evaluating, is_causal, require_language_model, sample_of
+from .work import Work
 
-LOGITS_AT_ONCE = 2**26  # float32 logits widened at a time: 256 MiB
-
-
-def evaluate(
-    model: nn.Module,
-    base: nn.Module | None,
-    token_documents: Iterable[Sequence[int] | Tensor],
-    lengths: Iterable[int],
-    *,
-    protocol: str = "strict",
-    original_length: int | None = None,
-    bos_token_id: int | None = None,
-    batch_size: int = 1,
-    device: str | torch.device | None = None,
-    name: str | None = None,
-    source: dict[str, Any] | None = None,
-    progress: bool = False,
-    **parameters: Any,
-) -> dict[str, Any]:
-    """Perplexity of `model` and of `base`, the model before its swap, by length.
-
-    token_documents: one sequence of token ids per document, special tokens left out; read only as far as the
-    protocol needs. lengths: tokens, the BOS included; the original length is always added. protocol: `strict`
-    or `yarn`; `parameters` are its own (`protocols.py`). original_length: the length the base was trained at,
-    in tokens; read from its config where not given. bos_token_id: put before every window. batch_size:
-    windows per forward. device: each model is moved there for its turn and back; None leaves both where they
-    are. name: of the model in the report. source: where the documents came from, recorded as it is.
-
-    Returns the report (`report.py` says what is in it, and writes it to files). A base that cannot take some
-    length beyond its original one, for want of position vectors, is measured up to where it can.
-
-    Raises PosSwapError for a missing base, an unknown protocol or parameter, documents that are too short,
-    token ids outside a vocabulary, a length that the model cannot take, a model that is not causal, a loss
-    that is not a number.
-    """
-    started = time.perf_counter()
-    if base is None:
-        raise PosSwapError("base=None: a report says what the swap costs, so the unpatched model is needed beside it")
-    if base is model:
-        raise PosSwapError("base is the same object as model (patch_model works in place); load the base once more")
-    if (record := record_of(base)) is not None:
-        raise PosSwapError(
-            f"base={kind(base)} is itself patched ({name_of(record)}); give the model it came from"
-            + (f", {record.source}" if record.source else "")
-        )
-    _require_language_model(base, "base")
-    _require_language_model(model, "model")
-    for argument, value in (("batch_size", batch_size), ("original_length", original_length)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise PosSwapError(f"{argument}={value!r} is not a positive integer")
-    original_length = original_length or trained_length(base)
-    plan = make_protocol(protocol, [*lengths, original_length], bos_token_id=bos_token_id, **parameters)
-    limit = accepted_length(base)
-    if limit is not None and original_length > limit:
-        raise PosSwapError(f"original_length={original_length} is longer than the {limit} positions of the base")
-
-    documents, read = plan.choose(_as_tokens(document) for document in token_documents)
-    arguments = {"batch_size": batch_size, "device": device, "progress": progress}
-    _check(model, documents, plan.lengths, bos_token_id, "model")  # now, not after hours of the base
-    base_lengths = [length for length in plan.lengths if limit is None or length <= limit]
-    series = [
-        measure(base, documents, plan, name="base", lengths=base_lengths, **arguments),
-        measure(model, documents, plan, name=name or scheme_name(model), **arguments),
-    ]
-    return reports.build(
-        plan,
-        series,
-        models={"base": describe_model(base), "model": describe_model(model)},
-        original_length=original_length,
-        data=_fingerprint(documents) | {"read": read, "source": source},
-        batch_size=batch_size,
-        device=device or next(model.parameters()).device,
-        seconds=time.perf_counter() - started,
-    )
+# a key token: the long context lowers its loss by more than GAIN and leaves it less than KNOWN, in nats; both are
+# LongPPL's (Fang and others, 2024, https://arxiv.org/abs/2410.23771, alpha = 2, beta = -2)
+GAIN, KNOWN = 2.0, 2.0
+POINTS = 16  # of a curve
 
 
 def measure(
@@ -111,172 +33,178 @@ def measure(
     name: str,
     stage: str | None = None,
     lengths: Iterable[int] | None = None,
+    keys: Sequence[Tensor] | None = None,
     batch_size: int = 1,
     device: str | torch.device | None = None,
+    work: Work | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """One line of a plot: `{"name", "stage", "points": [{"length", "loss", "perplexity", ...}]}`.
+    """One line of a plot: `{"name", "stage", "seconds", "points": [{"length", "loss", "perplexity", ...}]}`.
 
     documents: what `protocol.choose` returned, as integer tensors (n,). lengths: those of the protocol where
-    not given. stage: None, or `before` / `after` fine-tuning. loss: nats per token; seconds: of that length.
+    not given. stage: None, or `before` / `after` fine-tuning. keys: what `key_tokens` returned; the points then say
+    the loss of those too. loss: nats per token. work: where results are kept, and shared among processes.
     """
-    from tqdm import tqdm
-
     lengths = sorted(protocol.lengths if lengths is None else lengths)
-    _require_language_model(model, name)
-    _check(model, documents, lengths, protocol.bos_token_id, name)
+    _require_causal(model, documents, lengths, protocol.bos_token_id, name)
     sizes = [len(document) for document in documents]
     windows = {length: protocol.windows(sizes, length) for length in lengths}
+    flat = [window for length in lengths for window in windows[length]]
+    started = time.perf_counter()
+
+    def reduce(index: int, losses: Tensor) -> list[float]:
+        total = losses.sum().item()
+        if keys is None:
+            return [total]
+        window = flat[index]
+        return [total, losses[keys[window.document][window.end - window.targets : window.end]].sum().item()]
+
+    work = work or Work(progress=progress)
+    what = ["sum", *([] if keys is None else [key.nonzero().flatten().tolist() for key in keys])]
+    with evaluating(model, device):
+        found = _losses(model, documents, flat, protocol.bos_token_id, reduce, batch_size, work, name, what)
+    results, points = iter(found), []
+    for length in lengths:
+        some = [next(results) for _ in windows[length]]
+        loss = protocol.loss([one[0] for one in some], [window.targets for window in windows[length]])
+        _require_finite(loss, length, model, name)
+        point = _point(length, loss, windows[length], protocol)
+        if keys is not None:
+            point |= _key_point(some, windows[length], keys)
+        points.append(point)
+    return {"name": name, "stage": stage, "seconds": round(time.perf_counter() - started, 3), "points": points}
+
+
+def curve(
+    model: nn.Module,
+    documents: Sequence[Tensor],
+    length: int,
+    *,
+    name: str,
+    rows: int = 16,
+    bos_token_id: int | None = None,
+    batch_size: int = 1,
+    work: Work | None = None,
+) -> dict[str, Any]:
+    """The loss by the number of tokens before a target, over `rows` rows of `length` tokens: the first of each
+    document, then the second, and so on.
+
+    The points are of the form that `measure` gives: `length` is the greatest number of tokens up to and with a
+    target, `loss` the mean of the targets since the point before. Every row is one forward: that is the loss that
+    each of its prefixes would have by itself, but for schemes that follow the length of a forward.
+
+    Raises PosSwapError where no document has so many tokens.
+    """
+    _require_causal(model, documents, [length], bos_token_id, name)
+    room, head = length - int(bos_token_id is not None), int(bos_token_id is not None)
+    windows = [
+        Window(i, begin, begin + room, room - 1 + head)
+        for begin in range(0, max(map(len, documents)), room)
+        for i, document in enumerate(documents)
+        if begin + room <= len(document)
+    ][:rows]
+    if not windows:
+        longest = max(map(len, documents))
+        raise PosSwapError(f"length={length} of the curve needs {room} tokens and the longest document has {longest}")
+    ends = sorted({max(2, round(length * k / POINTS)) for k in range(1, POINTS + 1)})
+
+    def reduce(index: int, losses: Tensor) -> list[float]:
+        return [part.sum().item() for part in losses.tensor_split([end - 1 for end in ends[:-1]])]
+
+    started = time.perf_counter()
+    what = ["by position", *ends]
+    found = _losses(model, documents, windows, bos_token_id, reduce, batch_size, work, name, what)
     points = []
-    home, training = next(model.parameters()).device, model.training
-    try:
-        model.eval()
-        if device is not None:
-            model.to(device)
-        if not _is_causal(model):
-            raise PosSwapError(
-                f"{name}={kind(model)} sees the tokens that follow, so its perplexity means nothing; "
-                "masked models need pseudo-perplexity, which is not offered yet"
-            )
-        with tqdm(total=sum(map(len, windows.values())), desc=name, unit="window", disable=not progress) as bar:
-            for length in lengths:
-                bar.set_postfix(length=length)
-                started = time.perf_counter()
-                sums = window_losses(
-                    model,
-                    documents,
-                    windows[length],
-                    bos_token_id=protocol.bos_token_id,
-                    batch_size=batch_size,
-                    on_batch=bar.update,
-                )
-                loss = protocol.loss(sums, [window.targets for window in windows[length]])
-                if not math.isfinite(loss):
-                    raise PosSwapError(
-                        f"{name}: the loss at length {length} is {loss} in {next(model.parameters()).dtype}; "
-                        "where that is float16, try bfloat16 or float32"
-                    )
-                points.append(_point(length, loss, windows[length], protocol, time.perf_counter() - started))
-    finally:
-        model.train(training)
-        if device is not None:
-            model.to(home)
-    return {"name": name, "stage": stage, "points": points}
+    for k, (before, end) in enumerate(zip([1, *ends], ends, strict=False)):
+        targets = (end - before) * len(windows)
+        loss = math.fsum(one[k] for one in found) / targets
+        _require_finite(loss, end, model, name)
+        points.append({"length": end, "loss": loss, "perplexity": math.exp(loss), "targets": targets})
+    return {"name": name, "stage": None, "seconds": round(time.perf_counter() - started, 3), "points": points}
 
 
-@torch.no_grad()  # not inference_mode: a buffer that a forward leaves behind (dynamic NTK) must stay usable
-def window_losses(
+def key_tokens(
+    model: nn.Module,
+    documents: Sequence[Tensor],
+    protocol: Protocol,
+    *,
+    batch_size: int = 1,
+    work: Work | None = None,
+) -> list[Tensor]:
+    """For each document, bool (n,): which of its tokens need a long context, as `model` shows.
+
+    Those that it predicts better from the protocol's greatest length than from its least, by GAIN, and well, within
+    KNOWN. Raises PosSwapError where there are none.
+    """
+    lengths = [protocol.lengths[0], protocol.lengths[-1]]
+    _require_causal(model, documents, lengths, protocol.bos_token_id, "evaluator")
+    sizes = [len(document) for document in documents]
+    windows = [window for length in lengths for window in protocol.windows(sizes, length)]
+    every, bos = (lambda index, losses: losses.tolist()), protocol.bos_token_id
+    found = _losses(model, documents, windows, bos, every, batch_size, work, "key tokens", ["every"])
+    tables = [[torch.full((size,), math.nan, dtype=torch.float64) for size in sizes] for _ in lengths]
+    half = len(protocol.windows(sizes, lengths[0]))
+    for i, (window, losses) in enumerate(zip(windows, found, strict=True)):
+        table = tables[int(i >= half)][window.document]
+        table[window.end - window.targets : window.end] = torch.tensor(losses, dtype=torch.float64)
+    keys = [(short - long > GAIN) & (long < KNOWN) for short, long in zip(*tables, strict=True)]
+    if not any(bool(one.any()) for one in keys):
+        raise PosSwapError(
+            f"key_tokens: no token gains more than {GAIN:g} nats from {lengths[-1]} tokens against {lengths[0]}; give "
+            "longer lengths, more documents or another evaluator"
+        )
+    return keys
+
+
+def _losses(
     model: nn.Module,
     documents: Sequence[Tensor],
     windows: Sequence[Window],
-    *,
-    bos_token_id: int | None = None,
-    batch_size: int = 1,
-    on_batch: Callable[[int], object] = lambda done: None,
-) -> list[float]:
-    """Summed negative log-likelihood, in nats, of the targets of each window.
-
-    Windows are batched with others of the same shape, so nothing is padded. Logits are asked for at the
-    targets only, and widened to float32 a piece at a time. `on_batch` gets the number of windows done since
-    its last call.
-    """
-    device = model.get_input_embeddings().weight.device
-    sums = [0.0] * len(windows)
-    for group in _batches(windows, batch_size):
-        rows = [documents[windows[i].document][windows[i].begin : windows[i].end] for i in group]
-        input_ids = torch.stack(rows).to(device)  # (B, L - b)
-        if bos_token_id is not None:
-            input_ids = F.pad(input_ids, (1, 0), value=bos_token_id)  # (B, L)
-        targets = input_ids[:, -windows[group[0]].targets :]  # (B, T)
-        logits = _last_logits(model, input_ids, targets.shape[1] + 1)  # (B, T + 1, V)
-        for i, row_logits, row_targets in zip(group, logits, targets, strict=True):
-            sums[i] = _summed_loss(row_logits[:-1], row_targets)
-        on_batch(len(group))
-    return sums
-
-
-def accepted_length(model: nn.Module) -> int | None:
-    """The longest sequence, in tokens, that a model takes; None where nothing limits it.
-
-    A table of positions is a limit, a rotation and ALiBi are not; a model that keeps its positions in a way not
-    known here is held to the length that its config states.
-    """
-    table = find_table(model)
-    if table is not None:
-        return table.length
-    if find_rotary(model) is not None or getattr(text_config(model), "alibi", False):
-        return None
-    return _stated_length(model)
-
-
-def trained_length(base: nn.Module) -> int:
-    """The length a model was trained at, in tokens, any context scaling in its config set aside.
-
-    Raises PosSwapError where the config does not say.
-    """
-    rotary, length = find_rotary(base), accepted_length(base) or _stated_length(base)
-    if rotary is not None:
-        layer_types = rotary.layer_types or (None,)
-        length = min(unscaled(rotary.parameters(rotary.config, one), rotary.config)[1] for one in layer_types)
-    if length is None:
-        raise PosSwapError(f"original_length is needed: the config of {kind(base)} does not state a trained length")
-    return length
-
-
-def scheme_name(model: nn.Module) -> str:
-    """The scheme in the model's record, such as `yarn(factor=4)`; `model` where it was not patched."""
-    record = record_of(model)
-    return "model" if record is None else name_of(record).removesuffix("()")
-
-
-def describe_model(model: nn.Module) -> dict[str, Any]:
-    """What a reader needs to load the same model."""
-    record = record_of(model)
-    return {
-        "class": kind(model),
-        "source": published(model.config.name_or_path),
-        "scheme": None if record is None else name_of(record),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "attention": model.config._attn_implementation,
+    bos_token_id: int | None,
+    reduce: Callable[[int, Tensor], Any],
+    batch_size: int,
+    work: Work | None,
+    name: str,
+    what: list[Any],
+) -> list[Any]:
+    """`window_losses` with a key that says everything they depend on; `what` says what `reduce` makes of them."""
+    work = work or Work()
+    work.label = work.label or name
+    key = {
+        "measure": "losses",
+        "what": what,
+        "model": sample_of(model),
+        "documents": fingerprint(documents)["sha256"],
+        "windows": hashlib.sha256(repr([*windows]).encode()).hexdigest(),
+        "bos": bos_token_id,
+        "versions": versions(),
     }
+    options = {"bos_token_id": bos_token_id, "batch_size": batch_size, "reduce": reduce}
+    with evaluating(model):
+        return window_losses(model, documents, windows, work=work, key=key, **options)
 
 
-def _stated_length(model: nn.Module) -> int | None:
-    length = getattr(text_config(model), "max_position_embeddings", None)
-    return length if isinstance(length, int) and length > 0 else None  # XLNet's is -1
-
-
-def _require_language_model(model: nn.Module, role: str) -> None:
-    """Raise PosSwapError for a model without tokens on both sides; that it is causal is measured later."""
-    if (
-        getattr(model, "main_input_name", None) != "input_ids"
-        or model.config.is_encoder_decoder
-        or model.get_output_embeddings() is None
-    ):
-        raise PosSwapError(f"{role}={kind(model)} is not a causal language model; perplexity is not defined for it")
-
-
-def _check(
-    model: nn.Module, documents: Sequence[Tensor], lengths: Iterable[int], bos_token_id: int | None, role: str
+def _require_causal(
+    model: nn.Module, documents: Sequence[Tensor], lengths: Sequence[int], bos_token_id: int | None, name: str
 ) -> None:
-    """Raise PosSwapError unless the model can be fed these documents at these lengths."""
-    rows = model.get_input_embeddings().weight.shape[0]
-    highest = max([int(document.max()) for document in documents if len(document)] + [bos_token_id or 0])
-    if highest >= rows:
+    require_language_model(model, name)
+    check_fits(model, documents, lengths, bos_token_id, name)
+    if not is_causal(model):
         raise PosSwapError(
-            f"{role}={kind(model)}: token id {highest} is outside its vocabulary of {rows}; "
-            "the documents were made with another model's tokenizer"
-        )
-    longest, limit = max(lengths), accepted_length(model)
-    if limit is not None and longest > limit:
-        raise PosSwapError(
-            f"{role}={kind(model)}: length {longest} is longer than its {limit} positions; "
-            f"the greatest length is {limit}"
+            f"{name}={kind(model)} sees the tokens that follow, so its perplexity means nothing; "
+            "masked models have a pseudo-perplexity (evaluation.encoders)"
         )
 
 
-def _as_tokens(document: Sequence[int] | Tensor) -> Tensor:
+def _require_finite(loss: float, length: int, model: nn.Module, name: str) -> None:
+    if not math.isfinite(loss):
+        raise PosSwapError(
+            f"{name}: the loss at length {length} is {loss} in {next(model.parameters()).dtype}; "
+            "where that is float16, try bfloat16 or float32"
+        )
+
+
+def as_tokens(document: Sequence[int] | Tensor) -> Tensor:
     """One document as int64 (n,)."""
     if isinstance(document, str):
         raise PosSwapError("token_documents holds text; tokenize it first (evaluation.tokenize)")
@@ -289,7 +217,7 @@ def _as_tokens(document: Sequence[int] | Tensor) -> Tensor:
     return tokens.long()
 
 
-def _fingerprint(documents: Sequence[Tensor]) -> dict[str, Any]:
+def fingerprint(documents: Sequence[Tensor]) -> dict[str, Any]:
     """Sizes, and the sha256 of all token ids: per document its size, then its ids, as little-endian int64."""
     sizes = [len(document) for document in documents]
     digest = hashlib.sha256()
@@ -305,7 +233,7 @@ def _fingerprint(documents: Sequence[Tensor]) -> dict[str, Any]:
     }
 
 
-def _point(length: int, loss: float, windows: Sequence[Window], protocol: Protocol, seconds: float) -> dict[str, Any]:
+def _point(length: int, loss: float, windows: Sequence[Window], protocol: Protocol) -> dict[str, Any]:
     fed = [window.end - window.begin + length - protocol.room(length) for window in windows]
     return {
         "length": length,
@@ -316,54 +244,13 @@ def _point(length: int, loss: float, windows: Sequence[Window], protocol: Protoc
         "tokens_fed": sum(fed),
         "shortest_window": min(fed),
         "longest_window": max(fed),
-        "seconds": round(seconds, 3),
     }
 
 
-def _batches(windows: Sequence[Window], batch_size: int) -> Iterator[list[int]]:
-    """Indices of windows that share the number of tokens and of targets, `batch_size` at most at a time.
-
-    Shorter windows first: dynamic NTK keeps the frequencies of the longest sequence it has seen.
-    """
-
-    def shape(i: int) -> tuple[int, int]:
-        return windows[i].end - windows[i].begin, windows[i].targets
-
-    for _, group in groupby(sorted(range(len(windows)), key=shape), key=shape):
-        indices = list(group)
-        for start in range(0, len(indices), batch_size):
-            yield indices[start : start + batch_size]
-
-
-def _last_logits(model: nn.Module, input_ids: Tensor, keep: int) -> Tensor:
-    """Logits (B, keep, V) at the last `keep` positions of (B, L), in the model's dtype.
-
-    Computed only there where the model can; a model whose forward does not offer it computes all of them.
-    """
-    offered = inspect.signature(model.forward).parameters
-    options = {"logits_to_keep": keep, "use_cache": False}
-    output = model(input_ids=input_ids, **{k: v for k, v in options.items() if k in offered})
-    return output.logits[:, -keep:]
-
-
-def _summed_loss(logits: Tensor, targets: Tensor) -> float:
-    """Sum over a window of -log p(target), for (T, V) logits and (T,) targets."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    rows = max(1, LOGITS_AT_ONCE // logits.shape[-1])
-    targets = targets.to(logits.device)
-    pieces = [
-        F.cross_entropy(some.to(dtype), those, reduction="none").cpu().double()
-        for some, those in zip(logits.split(rows), targets.split(rows), strict=True)
-    ]
-    return torch.cat(pieces).sum().item()
-
-
-@torch.no_grad()
-def _is_causal(model: nn.Module) -> bool:
-    """Whether the logits at the first position stay when every later token changes (in eval mode)."""
-    embedding = model.get_input_embeddings().weight
-    first = torch.arange(1, 9, device=embedding.device)[None] % len(embedding)
-    second = torch.cat([first[:, :1], (first[:, 1:] + len(embedding) // 2) % len(embedding)], dim=1)
-    a, b = (model(input_ids=ids).logits[:, 0].float() for ids in (first, second))
-    change, rounding = (a - b).abs().max(), 16 * torch.finfo(model.dtype).eps * a.abs().max()
-    return not bool(change > rounding)  # nan is not this check's business
+def _key_point(found: Sequence[list[float]], windows: Sequence[Window], keys: Sequence[Tensor]) -> dict[str, Any]:
+    """The key tokens among a length's targets, all weighed alike whatever the protocol."""
+    count = sum(int(keys[w.document][w.end - w.targets : w.end].sum()) for w in windows)
+    if not count:
+        return {"key_targets": 0, "key_loss": None, "key_perplexity": None}
+    loss = math.fsum(one[1] for one in found) / count
+    return {"key_targets": count, "key_loss": loss, "key_perplexity": math.exp(loss)}

@@ -16,7 +16,7 @@ from ..scheme import Scheme
 from ..sites import BIAS, EMBED, ROTARY
 from .layers import chosen_layers, plan_layers
 from .limits import limit_edits
-from .plan import Plan
+from .plan import Plan, invalid
 from .rotary import install_rotary, is_silent_natively, silence_rotary, silence_rotary_natively
 from .table import install_addition, install_table, silence_bias, silence_table
 
@@ -27,9 +27,10 @@ def plan(
     tokenizer: Any = None,
     processor: Any = None,
     layers: Sequence[int] | None = None,
+    stack: str | None = None,
 ) -> Plan:
     """Everything `patch_model` would do, checked, in order. Raises PosSwapError if any of it cannot be done."""
-    anatomy = examine(model)
+    anatomy = examine(model).within(stack)
     if anatomy.rotary is not None:
         refuse_foreign_rotary(model, anatomy.rotary)
         if getattr(anatomy.config, "max_position_embeddings", None) is None:
@@ -64,7 +65,7 @@ def choose_steps(anatomy: Anatomy, scheme: Scheme, layers: Sequence[int] | None)
         return (plan_layers,)
     native, inside = anatomy.sites, scheme.sites_in_attention(anatomy.sites)
     replaced = (scheme.sites & native) - inside
-    silenced = frozenset() if replaced or scheme.stacks else native  # like for like leaves a model's other sites alone
+    silenced = scheme.silences(native)
     steps: list[Step] = []
     if ROTARY in replaced:
         steps.append(install_rotary)
@@ -88,11 +89,8 @@ def choose_steps(anatomy: Anatomy, scheme: Scheme, layers: Sequence[int] | None)
 
 def _refuse_invalid(new: Plan) -> None:
     """Raise where transformers' own check of a config, made at every save, does not let the new one pass."""
-    from huggingface_hub.errors import StrictDataclassError
-
-    try:
-        getattr(new.text, "validate", bool)()  # configs of remote code may have none
-    except StrictDataclassError as error:
+    error = invalid(new.text)
+    if error is not None:
         reason = str(error.__cause__ or error).strip()
         raise PosSwapError(
             f"{new.scheme}: the config of a {kind(new.anatomy.model)} cannot hold it ({reason}): it could not be saved"

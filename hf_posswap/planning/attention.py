@@ -68,22 +68,37 @@ def find_attention(new: Plan, scheme: Scheme) -> AttentionSite:
     own = own_attention(model)
     found = {
         path: module
-        for path, module in model.named_modules()
+        for path, module in new.anatomy.text_modules()
         if (module in own or _calls_interface(module))
         and getattr(module, "config", config).__class__ is config.__class__
-        and path.rpartition(".")[2] not in CROSS
+        and not CROSS & {*path.split(".")}
     }
     if not found:
         raise PosSwapError(
             f"{scheme.name} works inside attention, and {kind(model)} has an attention of its own that does not go "
             "through transformers' attention interface"
         )
+    refuse_other_keys(scheme, found)
     first = next(iter(found.values()))
     if "kwargs" not in inspect.signature(first.forward).parameters:
         raise PosSwapError(f"{scheme.name}: the attention of {kind(model)} takes no further keywords")
-    heads = config.num_attention_heads
+    heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1
+    if heads % groups:
+        raise PosSwapError(
+            f"{scheme.name}: num_attention_heads={heads} of {kind(model)} is not a multiple of its "
+            f"num_key_value_heads={groups}"
+        )
     head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads
-    return AttentionSite(_stacks(new, found), own, heads, head_dim)
+    return AttentionSite(_stacks(new, found, own), own, heads, head_dim)
+
+
+def refuse_other_keys(scheme: Scheme, found: dict[str, nn.Module]) -> None:
+    """Raise where the keys of a layer are not its own tokens': shared between layers, or several tokens in one."""
+    for path, module in found.items():
+        if getattr(module, "is_kv_shared_layer", False):
+            raise PosSwapError(f"{scheme.name}: {path} reads the keys of another layer, whose places it is not told")
+        if isinstance(getattr(module, "compressor", None), nn.Module):
+            raise PosSwapError(f"{scheme.name}: {path} compresses several tokens into one key, which has no place")
 
 
 def _calls_interface(module: nn.Module) -> bool:
@@ -91,10 +106,16 @@ def _calls_interface(module: nn.Module) -> bool:
     return code is not None and "get_interface" in code.co_names and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
-def _stacks(new: Plan, found: dict[str, nn.Module]) -> list[Stack]:
+def _is_causal(module: nn.Module, declaration: AttentionDeclaration | None) -> bool:
+    if declaration is not None:
+        return declaration.causal(module)
+    return all(getattr(owner, "is_causal", True) for owner in (module, getattr(module, "config", module)))
+
+
+def _stacks(new: Plan, found: dict[str, nn.Module], own: dict[nn.Module, AttentionDeclaration]) -> list[Stack]:
     """One stack; two where an encoder sees all keys and a decoder those that precede."""
     model = new.anatomy.model
-    causal = {p: all(getattr(o, "is_causal", True) for o in (m, getattr(m, "config", m))) for p, m in found.items()}
+    causal = {path: _is_causal(module, own.get(module)) for path, module in found.items()}
     if len({*causal.values()}) == 1:
         path = next((p for p, m in model.named_modules() if m is model.base_model), "")
         chosen = {p: m for p, m in found.items() if _is_chosen(new, p)}
@@ -121,10 +142,8 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
     modules = [module for stack in site.stacks for module in stack.attentions.values()]
     for config in {id(c): c for c in (getattr(m, "config", new.anatomy.config) for m in modules)}.values():
         attention.check_backend(config._attn_implementation, scheme.name, modules)
-    if scheme.sites:
-        refuse_context_parallelism(scheme)
     if scheme.stacks and site.own and new.anatomy.bias is not None:
-        raise PosSwapError(f"{scheme.name} joins what a model has, and {kind(model)} adds its ALiBi outside of reach")
+        raise PosSwapError(f"{scheme.name} joins what a model has, and {kind(model)} adds its own bias out of reach")
     length = trained_length(new)
     rotation = rotation_of(new, scheme, site, length) if ROTARY in sites else None
     for stack in site.stacks:
@@ -135,8 +154,8 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
     for module in modules:
         if module in site.own:
             _reroute(new, module, site.own[module])
-    if new.anatomy.table is not None and not scheme.stacks:
-        new.edits.append(_unlimited(new.anatomy.table))
+    if not scheme.stacks:
+        new.edits += [_unlimited(table) for table in new.anatomy.tables]
     own = f"{attention.PREFIX}{attention.DENSE}{new.anatomy.config._attn_implementation}" if site.own else None
     new.edits.append(attention.Route(modules, site.stacks[0].path, own))
     for path, module in model.named_modules():
@@ -151,21 +170,9 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
     new.length = new.length or length
 
 
-def refuse_context_parallelism(scheme: Scheme) -> None:
-    """Raise where accelerate runs this process under context parallelism, whose hooks drop every mask and bias."""
-    from accelerate.state import AcceleratorState
-
-    parallelism = AcceleratorState._shared_state.get("parallelism_config")
-    if parallelism is not None and parallelism.cp_enabled:
-        raise PosSwapError(
-            f"{scheme.name}: cp_size={parallelism.cp_size} splits a sequence among processes that do not know their "
-            "places in it; a scheme inside attention needs cp_size=1"
-        )
-
-
 def _attach(new: Plan, stack: Stack, change: BiasChange | None, rotation: Rotation | None) -> None:
     """Edits that attach a change and a rotation to every attention module of a stack, and tell it their places."""
-    common = attention.Attached(change, rotation, stack.causal)
+    common = attention.Attached(change, rotation)
     if change is None or change.shared:
         new.edits.append(Replace(stack.module, "posswap", common, stack.path))
         new.edits.append(Hook(stack.module, partial(attention.remember, attached=common), stack.path))
@@ -173,7 +180,7 @@ def _attach(new: Plan, stack: Stack, change: BiasChange | None, rotation: Rotati
     for path, module in stack.attentions.items():
         attached = common
         if change is not None and not change.shared:
-            attached = attention.Attached(change, rotation, stack.causal)
+            attached = attention.Attached(change, rotation)
             new.edits.append(Replace(module, "posswap", attached, path))
         attached.to(next(module.parameters()).device)
         names = tuple(inspect.signature(module.forward).parameters)
@@ -194,6 +201,7 @@ def _reroute(new: Plan, module: nn.Module, declaration: AttentionDeclaration) ->
     names = tuple(inspect.signature(module.forward).parameters)
     forward = partial(attention.reroute, module, declaration=declaration, names=names)
     new.replace(module, "forward", forward)
+    new.replace(module, "is_causal", declaration.causal(module))
     new.replace(module, "num_key_value_groups", declaration.groups(module) if declaration.groups else 1)
     if not hasattr(module, "config"):
         new.replace(module, "config", new.text)
@@ -202,13 +210,14 @@ def _reroute(new: Plan, module: nn.Module, declaration: AttentionDeclaration) ->
         new.replace(stack, name, value)
 
 
-def _unlimited(table: TableSite) -> Hook:
+def _unlimited(table: TableSite) -> Hook | Replace:
     """A silenced table holds nobody back: what is installed inside attention has no last position."""
     where = table.path.rpartition(".")[0]
-    reader = table.owner if "position_ids" in table.buffers else getattr(table.owner, table.attribute)
-    names = tuple(inspect.signature(reader.forward).parameters)
-    argument = "position_ids" if "position_ids" in names else names[0]
-    return Hook(reader, partial(parts.without_positions, names=names, argument=argument), where)
+    if "position_ids" not in table.buffers:
+        reader = getattr(table.owner, table.attribute)
+        return Replace(reader, "forward", partial(parts.no_vectors, reader), table.path)
+    names = tuple(inspect.signature(table.owner.forward).parameters)
+    return Hook(table.owner, partial(parts.without_positions, names=names, argument="position_ids"), where)
 
 
 def trained_length(new: Plan) -> int:

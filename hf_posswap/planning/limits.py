@@ -22,7 +22,7 @@ def limit_edits(model: Any, config: Any, length: int, tokenizer: Any, processor:
         if not hasattr(processor, "size"):
             raise PosSwapError(f"processor={kind(processor)} has no size to update")
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        edits.append(Replace(processor, "size", type(processor.size)(height=height, width=width), "processor"))
+        edits += _image_limits(processor, height, width)
     return [edit for edit in edits if not same(edit.current, edit.value)]
 
 
@@ -33,3 +33,17 @@ def check_tokenizer(tokenizer: Any, model: Any) -> None:
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise PosSwapError(f"tokenizer has {len(tokenizer)} tokens and this {kind(model)} has {rows}: it does not fit")
+
+
+def _image_limits(processor: Any, height: int, width: int) -> list[Replace]:
+    """What it resizes to; where it crops, what it crops to, from an image as much larger as it was before."""
+    exact = {"height": height, "width": width}
+    if not getattr(processor, "do_center_crop", False):
+        return [Replace(processor, "size", type(processor.size)(**exact), "processor")]
+    crop, edge = processor.crop_size, dict(processor.size).get("shortest_edge")
+    ratio = max(height, width) / max(crop["height"], crop["width"])
+    larger = exact if edge is None else {"shortest_edge": round(edge * ratio)}
+    return [
+        Replace(processor, "size", type(processor.size)(**larger), "processor"),
+        Replace(processor, "crop_size", type(crop)(**exact), "processor"),
+    ]

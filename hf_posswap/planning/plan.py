@@ -26,7 +26,7 @@ class Plan:
     config: Any
     edits: list[Replace | Hook] = field(default_factory=list)
     original: dict[str, Any] = field(default_factory=dict)
-    measured: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
     source: str = ""
     storage: str = NATIVE
     length: int = 0
@@ -99,6 +99,7 @@ class Plan:
             measured=self.measured,
             source=published(self.source),
             layers=None if self.layers is None else list(self.layers),
+            stack=self.anatomy.stack,
         )
 
     def __str__(self) -> str:
@@ -124,6 +125,17 @@ def config_path(config: Any, inner: Any) -> str:
         if child is not None and child.sub_configs and (deeper := config_path(child, inner)):
             return f"{name}.{deeper}"
     return ""
+
+
+def invalid(config: Any) -> Exception | None:
+    """What transformers' own check of a config, made at every save, finds wrong with it."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        getattr(config, "validate", bool)()  # configs of remote code may have none
+    except StrictDataclassError as error:
+        return error
+    return None
 
 
 def refuse_quantised(model: nn.Module, what: str) -> None:

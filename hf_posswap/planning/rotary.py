@@ -19,7 +19,7 @@ from ..errors import PosSwapError
 from ..record import FOREIGN_ROPE_TYPE, PORTABLE
 from ..scheme import Scheme
 from ..sites import RotaryChange, RotaryGeometry
-from .plan import Plan, plain_state, refuse_quantised
+from .plan import Plan, invalid, plain_state, refuse_quantised
 
 # rope_parameters that belong to a context scaling; what is left is the un-scaled original
 SCALING_KEYS = frozenset(
@@ -29,6 +29,8 @@ SCALING_KEYS = frozenset(
 # rope_type -> whether the trained length is in the parameters (else it is the config's max_position_embeddings)
 SCALED_TYPES = {"linear": False, "dynamic": False, "yarn": True, "llama3": True, "longrope": True}
 UNSCALED_TYPES = ("default", "proportional")
+# what a model does besides rotating, with a key of rope_parameters and the trained length beside it (Ministral 3)
+BESIDE = frozenset({"llama_4_scaling_beta"})
 
 
 def unscaled(parameters: dict[str, Any], config: Any) -> tuple[dict[str, Any], int]:
@@ -44,7 +46,8 @@ def unscaled(parameters: dict[str, Any], config: Any) -> tuple[dict[str, Any], i
         length = getattr(config, "original_max_position_embeddings", None) or parameters.get(
             "original_max_position_embeddings", length
         )
-    kept = {k: v for k, v in parameters.items() if k not in SCALING_KEYS}
+    dropped = SCALING_KEYS - ({"original_max_position_embeddings"} if BESIDE & parameters.keys() else set())
+    kept = {k: v for k, v in parameters.items() if k not in dropped}
     return kept | {"rope_type": "default"}, length
 
 
@@ -225,6 +228,9 @@ def rotary_edits(new: Plan, site: RotarySite, config: Any) -> None:
             new.edits.append(Replace(module, name, value.to(module.get_buffer(name).device), path))
         for name, value in plain_state(twin).items():
             new.edits.append(Replace(module, name, value, path))
+        for name, value in vars(twin).items():  # a module that computes its frequencies in each call
+            if inspect.isfunction(value):
+                new.edits.append(Replace(module, name, value, path))
         for name in site.buffers():  # what transformers keeps of a longrope once a long input has come
             new.edits.append(Replace(module, name.replace("inv_freq", "long_inv_freq"), ABSENT, path))
         new.edits.append(keep_dtype(module, path))
@@ -296,16 +302,27 @@ def _derived(cls: type[nn.Module], index: int, old_config: Any, new_config: Any)
     """Path inside a layer -> what its plain state becomes under the new config. Rotary modules are not among it."""
     _, *parameters = inspect.signature(cls.__init__).parameters.values()
     required = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-    if [p.name for p in parameters[:2]] != ["config", "layer_idx"] or set(required) - {"config", "layer_idx"}:
+    if len(parameters) < 2 or parameters[0].name != "config" or set(required) - {"config", parameters[1].name}:
+        return {}
+    if parameters[1].name not in ("layer_idx", "layer_number", "layer_id"):
         return {}
     with torch.device("meta"):
-        old, new = (dict(cls(config, index).named_modules()) for config in (old_config, new_config))
+        old, new = (dict(cls(as_loaded(c), index).named_modules()) for c in (old_config, new_config))
     found = {}
     for path, module in new.items():
         if not follows_rotary_contract(module):
             before = plain_state(old[path])
             found[path] = {k: v for k, v in plain_state(module).items() if not same(before.get(k), v)}
     return {path: changes for path, changes in found.items() if changes}
+
+
+def as_loaded(config: Any) -> Any:
+    """The config with its dtype as a loader has it; once a model was saved, it is the name of one."""
+    if not isinstance(getattr(config, "dtype", None), str):
+        return config
+    config = copy.copy(config)
+    config.dtype = getattr(torch, config.dtype)
+    return config
 
 
 def _install_pairing(new: Plan, geometry: RotaryGeometry, pairing: str, layer_types: tuple[str | None, ...]) -> None:
@@ -362,13 +379,21 @@ def is_silent_natively(anatomy: Anatomy) -> bool:
     site, silent = anatomy.rotary, _silent(anatomy)
     config = copy.deepcopy(site.config)
     config.rope_parameters = _each(site, lambda p: unscaled(p, site.config)[0] | silent)
+    if invalid(config) is not None:
+        return False
     for module in site.modules.values():
         twin = build(type(module), config)
         for name in site.buffers():
             fresh = twin.get_buffer(name)
             if fresh.shape != module.get_buffer(name).shape or fresh.any():
                 return False
-    return True
+        try:
+            same_rotation(site, type(module), config)
+        except PosSwapError:  # it reads keys of the scaling that the model came with
+            return False
+    plain = copy.deepcopy(site.config)
+    plain.rope_parameters = _each(site, lambda p: unscaled(p, site.config)[0])
+    return not any(_derived(type(layer), 0, plain, config) for layer in anatomy.layers()[1][:1])
 
 
 def silence_rotary_natively(new: Plan, scheme: Scheme) -> None:
@@ -380,10 +405,16 @@ def silence_rotary_natively(new: Plan, scheme: Scheme) -> None:
 
 
 def silence_rotary(new: Plan, scheme: Scheme) -> None:
-    """No dimension turns, and stock transformers stops at the config."""
+    """No dimension turns, and stock transformers stops at the config, whatever types of rotation it allows."""
     site = new.anatomy.rotary
     new.storage = PORTABLE
-    new.set_config("rope_parameters", _each(site, lambda p: dict(p) | {"rope_type": FOREIGN_ROPE_TYPE}))
+    foreign = _each(site, lambda p: dict(p) | {"rope_type": FOREIGN_ROPE_TYPE})
+    trial = copy.deepcopy(new.text)
+    trial.rope_parameters = foreign
+    if invalid(trial) is None:
+        new.set_config("rope_parameters", foreign)
+    else:
+        new.guard()
     _note_silence(new)
     zero_rotary_edits(new, site)
 
@@ -406,7 +437,9 @@ def zero_rotary_edits(new: Plan, site: RotarySite) -> None:
         for name, buffer in module._buffers.items():
             new.replace(module, name, torch.zeros_like(buffer, dtype=torch.float32), path)
         size = next(iter(module._buffers.values())).shape[-1]
-        new.replace(module, "compute_default_rope_parameters", partial(parts.zero_frequencies, size=size), path)
+        silent = partial(parts.zero_frequencies, size=size)
+        for name in ("compute_default_rope_parameters", *(n for n, v in vars(module).items() if inspect.isfunction(v))):
+            new.replace(module, name, silent, path)
         new.replace(module, "rope_type", dict.fromkeys(site.layer_types, "default") or "default", path)
         for prefix in [f"{t}_" for t in site.layer_types] or [""]:
             new.replace(module, f"{prefix}attention_scaling", 1.0, path)

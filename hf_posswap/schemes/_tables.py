@@ -33,6 +33,8 @@ def resized_grid(init: str, site: EmbedGeometry, grid: tuple[int, int]) -> Tenso
     """(h * w, E) -> (h' * w', E)."""
     if grid == site.grid:
         return site.table
+    if init == "interpolate" and site.resample is not None:
+        return site.resample(grid)
     resize = {"interpolate": positions.resize_grid, "tile": positions.tile_grid}
     if init not in resize:
         raise PosSwapError(f"learned: init={init!r} is for text; on a grid of patches use 'interpolate' or 'tile'")

@@ -14,19 +14,26 @@ from ..sites import BIAS, BiasChange, BiasGeometry, Tensors
 class Alibi(Scheme):
     """Every logit is lowered by slope * distance: slope * (k - q) in causal models, -slope * |q - k| in encoders.
 
-    slopes: one number per head (the paper's where None). learnable: the slopes are trained.
+    slopes: one number per head (the paper's where None). learnable: the slopes are trained. per_layer: each layer has
+    its own, where they are trained.
     """
 
     name = "alibi"
     paper = "https://arxiv.org/abs/2108.12409"
     sites: ClassVar = frozenset({BIAS})
     learns: ClassVar = "its slopes, with learnable=True"
+    fits: ClassVar = True
+    fits_with: ClassVar = "its slopes are chosen with learnable=True"
 
     slopes: tuple[float, ...] | None = None
     learnable: bool = False
+    per_layer: bool = False
 
     def __post_init__(self) -> None:
         self.check_choice("learnable", (False, True))
+        self.check_choice("per_layer", (False, True))
+        if self.per_layer and not self.learnable:
+            raise self.refuse("per_layer", "makes a difference only beside learnable=True")
         if self.slopes is not None and not all(type(s) in (int, float) and 0 <= s < float("inf") for s in self.slopes):
             raise self.refuse("slopes", "are not finite numbers >= 0")
 
@@ -42,6 +49,8 @@ class Alibi(Scheme):
         return BiasChange(
             bias=self.lowered,
             factors=self.factors if site.causal else None,
+            shared=not self.per_layer,
+            fit=self.fit if self.learnable else None,
             **{"parameters" if self.learnable else "constants": tensors},
         )
 
@@ -53,3 +62,9 @@ class Alibi(Scheme):
     @staticmethod
     def factors(tensors: Tensors, keys):
         return tensors["slopes"][:, None], keys[:, None].float()
+
+    @staticmethod
+    def fit(profile):
+        """The least squares of a line through any height; 0 where it would rise with distance."""
+        factors, _ = profile.factors(-profile.distance.abs()[None])
+        return {"slopes": factors[:, 0].clamp(min=0)}

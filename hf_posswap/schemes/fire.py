@@ -9,6 +9,9 @@ from ..errors import PosSwapError
 from ..scheme import Scheme
 from ..sites import BIAS, BiasChange, BiasGeometry, Tensors
 
+GUESSES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # of c, when the network is fitted: how finely near distances are told apart
+RIDGE = 1e-6  # of its output weights then
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fire(Scheme):
@@ -22,6 +25,7 @@ class Fire(Scheme):
     paper = "https://arxiv.org/abs/2310.04418"
     sites: ClassVar = frozenset({BIAS})
     learns: ClassVar = "its network"
+    fits: ClassVar = True
 
     mlp_width: int = 32
     init_L: int = 512
@@ -54,6 +58,7 @@ class Fire(Scheme):
                 "out_bias": uniform(site.heads, fan_in=width),
             },
             shared=not self.per_layer,
+            fit=self.fit,
         )
 
     @staticmethod
@@ -67,3 +72,31 @@ class Fire(Scheme):
         hidden = (x[..., None, :, :] * weight + bias).relu()  # (..., width, Q, K)
         heads = tensors["out_weight"]
         return torch.einsum("hw,...wqk->...hqk", heads, hidden) + tensors["out_bias"][:, None, None]
+
+    def fit(self, profile):
+        """A line that bends at even steps, by least squares, and goes on level behind the last; nothing is drawn.
+
+        L becomes the longest distance met where init_L is shorter: up to there the bias is one of distances alone.
+        """
+        import torch
+
+        longest = profile.distance.abs().max().item()
+        threshold = float(max(self.init_L, longest))
+        bends = torch.arange(self.mlp_width, dtype=torch.float64) / max(1, self.mlp_width - 1)
+        found = []
+        for c in GUESSES:
+            x = (c * profile.distance.abs().double()).log1p() / torch.tensor(c * threshold).double().log1p()
+            reach = x.max()  # of the text: all bends lie where it tells something
+            steps = (x[:, None] - bends[:-1] * reach).relu()
+            basis = torch.cat([steps, torch.ones(len(x), 1)], dim=1)
+            weights, errors = profile.weights(basis, RIDGE)
+            found.append((errors.sum().item(), c, reach, weights))
+        _, c, reach, weights = min(found, key=lambda one: one[0])
+        return {
+            "c": torch.tensor(c),
+            "L": torch.tensor(threshold),
+            "hidden_weight": torch.ones(self.mlp_width),
+            "hidden_bias": -bends * reach,
+            "out_weight": torch.cat([weights[:, :-1], -weights[:, :-1].sum(1, keepdim=True)], dim=1),
+            "out_bias": weights[:, -1],
+        }

@@ -9,6 +9,8 @@ from ..scheme import Scheme
 from ..sites import BIAS, BiasChange, BiasGeometry, Tensors
 
 KERNELS = ("log", "power")
+GUESSES = 400  # of the number that bends a kernel, when it is fitted: the next one is 5 % away
+LEAST = 1e-4  # of a fitted number that would be 0 or below: from there it can still be trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,7 @@ class Kerple(Scheme):
     paper = "https://arxiv.org/abs/2205.09921"
     sites: ClassVar = frozenset({BIAS})
     learns: ClassVar = "its two parameters a head"
+    fits: ClassVar = True
 
     kernel: str = "log"
     per_layer: bool = True
@@ -41,6 +44,7 @@ class Kerple(Scheme):
             bias=getattr(self, self.kernel),
             parameters={"p": p, "a": share.log()},
             shared=not self.per_layer,
+            fit=self.fit,
         )
 
     # Both numbers stay in their ranges whatever an optimiser does: a = exp(.), p = exp(.) or 2 sigmoid(.).
@@ -55,3 +59,22 @@ class Kerple(Scheme):
         a = tensors["a"].exp().reshape(-1, *[1] * distance.dim())
         p = 2 * tensors["p"].sigmoid().reshape(a.shape)
         return -a * distance.abs().float() ** p
+
+    def fit(self, profile):
+        """Least squares: the number that bends the kernel by trying many, the other in closed form for each."""
+        import torch
+
+        away = profile.distance.abs().double()
+        if self.kernel == "power":
+            guesses = torch.linspace(0.005, 1.995, GUESSES, dtype=torch.float64)
+            shapes = -(away ** guesses[:, None])
+        else:
+            guesses = torch.logspace(-5, 4, GUESSES, dtype=torch.float64)
+            shapes = -(guesses[:, None] * away).log1p()
+        factors, errors = profile.factors(shapes)
+        best = errors.where(factors > 0, torch.inf).argmin(1)
+        factor = factors.gather(1, best[:, None])[:, 0].clamp(min=LEAST).log()
+        bent = guesses[best]
+        if self.kernel == "power":
+            return {"p": torch.logit(bent / 2), "a": factor}
+        return {"p": factor, "a": bent.log()}

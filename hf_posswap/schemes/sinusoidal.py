@@ -33,6 +33,7 @@ class Sinusoidal(Scheme):
     paper = "https://arxiv.org/abs/1706.03762"
     sites: ClassVar = frozenset({EMBED})
     learns: ClassVar = "its projection, with combine='concat'"
+    fits_with: ClassVar = "init='fit' fits it to the table it replaces, without text"
 
     max_positions: int | None = None
     layout: str = "interleaved"

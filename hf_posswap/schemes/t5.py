@@ -24,6 +24,7 @@ class T5(Scheme):
     paper = "https://arxiv.org/abs/1910.10683"
     sites: ClassVar = frozenset({BIAS})
     learns: ClassVar = "its buckets"
+    fits: ClassVar = True
 
     num_buckets: int = 32
     max_distance: int = 128
@@ -52,7 +53,7 @@ class T5(Scheme):
             nearest = torch.full((self.num_buckets,), float(self.max_distance))
             nearest.scatter_reduce_(0, read.bucket(reach), reach.abs().float(), "amin")
             table = -torch.log1p(nearest)[:, None] * torch.tensor(alibi_slopes(site.heads))
-        return BiasChange(bias=read, parameters={"buckets": table}, shared=not self.per_layer)
+        return BiasChange(bias=read, parameters={"buckets": table}, shared=not self.per_layer, fit=read.fit)
 
 
 @dataclass(frozen=True)
@@ -70,3 +71,13 @@ class _Read:
 
     def __call__(self, tensors: Tensors, distance):
         return tensors["buckets"][self.bucket(distance)].movedim(-1, 0)
+
+    def fit(self, profile):
+        """The mean of each bucket; one that no pair fell into has that of the last before it."""
+        means, masses = profile.grouped(self.bucket(profile.distance), self.num_buckets)
+        half = self.num_buckets // 2 if self.bidirectional else self.num_buckets
+        for begin in range(0, self.num_buckets, half):  # keys before, keys that follow
+            met = [b for b in range(begin, begin + half) if masses[:, b].any()]
+            for bucket in range(begin, begin + half):
+                means[:, bucket] = means[:, max((b for b in met if b <= bucket), default=met[0] if met else 0)]
+        return {"buckets": means.T}

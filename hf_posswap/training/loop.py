@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from ..checkpoint import from_pretrained
 from ..errors import PosSwapError, nearest
 from ..patching import carries, patch_model, record_of
 from ..record import KEY
-from ..runs import peak_memory
+from ..runs import check_processes, peak_memory
 from ..scheme import Scheme, name_of, named
 from .arguments import FinetuneArguments
 from .checkpoints import (
@@ -410,7 +409,7 @@ def _accelerator(arguments: FinetuneArguments) -> Iterator[Accelerator]:
     try:
         if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
             raise PosSwapError("mixed_precision='fp16' is ignored by accelerate on a CPU; choose 'bf16' or 'no'")
-        _check_processes(accelerator)
+        check_processes(accelerator.num_processes)
         set_seed(arguments.seed, device_specific=True)
         if tracker is not None:
             values = {n: v if isinstance(v, (int, float, str)) else str(v) for n, v in asdict(arguments).items()}
@@ -420,19 +419,6 @@ def _accelerator(arguments: FinetuneArguments) -> Iterator[Accelerator]:
         accelerator.free_memory()
         if first:  # a later run in this process may ask for another precision
             AcceleratorState._reset_state()
-
-
-def _check_processes(accelerator: Accelerator) -> None:
-    """Raise PosSwapError where processes were asked for that do not train together: `accelerate launch` on a CPU."""
-    alone = accelerator.num_processes == 1
-    apart = alone and int(os.environ.get("WORLD_SIZE", 1)) > 1
-    single = alone and "WORLD_SIZE" not in os.environ and {"MASTER_ADDR", "ACCELERATE_USE_CPU"} <= os.environ.keys()
-    if apart or single:
-        raise PosSwapError(
-            "num_processes: several processes were asked for, and "
-            + ("each of them trains alone" if apart else "`accelerate launch --cpu` starts one")
-            + "; on CPUs set ACCELERATE_USE_CPU=true and use `accelerate launch --multi_gpu --num_processes N`"
-        )
 
 
 @contextmanager

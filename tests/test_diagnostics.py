@@ -1,4 +1,4 @@
-"""Attention dilution: against plain sums over the weights, where all keys are alike, and with a temperature."""
+"""Position diagnostics: against plain sums over the weights, where all keys are alike, and with a temperature."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_posswap import PosSwapError, patch_model
-from hf_posswap.evaluation.dilution import NEIGHBOURS, dilution
+from hf_posswap.evaluation.diagnostics import NEIGHBOURS, attention
 
 from .families import FAMILIES, LENGTH, tokens
 
@@ -27,7 +27,7 @@ def test_means_over_layers_heads_queries_and_texts(scheme, params):
     model = FAMILIES["llama"].build()
     if scheme is not None:
         patch_model(model, scheme, **params)
-    points = dilution(model, IDS, LENGTHS)
+    points = attention(model, IDS, LENGTHS)
     model.set_attn_implementation("eager")
     with torch.no_grad():
         weights = [layer.double().numpy() for layer in model(IDS, output_attentions=True).attentions]
@@ -49,22 +49,22 @@ def test_keys_that_are_all_alike_share_the_weight():
     model = FAMILIES["llama"].build()
     for layer in model.model.layers:
         layer.self_attn.q_proj.weight.data.zero_()
-    for point in dilution(model, IDS, LENGTHS):
+    for point in attention(model, IDS, LENGTHS):
         numbers = range(max(LENGTHS[0], point["length"] - point["length"] // NEIGHBOURS), point["length"] + 1)
         assert point["entropy"] == pytest.approx(np.mean([math.log(n) for n in numbers]), rel=1e-5)
         assert point["weight"] == pytest.approx(np.mean([1 / n for n in numbers]), rel=1e-5)
 
 
 def test_logn_sharpens_beyond_the_trained_length_only():
-    before = entropies(dilution(FAMILIES["llama"].build(layers=1), IDS, LENGTHS))
-    after = entropies(dilution(patch_model(FAMILIES["llama"].build(layers=1), "logn"), IDS, LENGTHS))
+    before = entropies(attention(FAMILIES["llama"].build(layers=1), IDS, LENGTHS))
+    after = entropies(attention(patch_model(FAMILIES["llama"].build(layers=1), "logn"), IDS, LENGTHS))
     assert after[:3] == before[:3]
     assert after[3] < before[3] - 1e-3
 
 
 def test_the_model_is_left_as_it_was():
     model = FAMILIES["llama"].build().train()
-    dilution(model, IDS, LENGTHS)
+    attention(model, IDS, LENGTHS)
     assert model.training
     assert model.config._attn_implementation == "sdpa"
     assert not any(module._forward_hooks for module in model.modules())
@@ -76,9 +76,9 @@ def test_the_model_is_left_as_it_was():
         ("llama", IDS, [128], r"ids=\(2, 64\), lengths=\[128\]"),
         ("llama", IDS, [1], r"2 <= length <= S"),
         ("bert", tokens(1, LENGTH), [LENGTH], r"BertForMaskedLM sees what follows"),
-        ("mpnet", tokens(1, LENGTH), [LENGTH], r"MPNetForMaskedLM has an attention of its own"),
+        ("mpnet", tokens(1, LENGTH), [LENGTH], r"MPNetForMaskedLM sees what follows"),
     ],
 )
 def test_what_cannot_be_measured(family, ids, lengths, says):
     with pytest.raises(PosSwapError, match=says):
-        dilution(FAMILIES[family].build(), ids, lengths)
+        attention(FAMILIES[family].build(), ids, lengths)
