@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..anatomy import kind
 from ..errors import PosSwapError
-from ..evaluation.perplexity import trained_length
+from ..evaluation.subjects import trained_length
 from ..patching import record_of
 from .head import LogitsOf, is_plain, withheld
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PosSwapError
-from ..evaluation.perplexity import trained_length
+from ..evaluation.subjects import trained_length
 from ..patching import record_of, unpatched
 from ..scheme import name_of
 from .data import Batches
