@@ -253,6 +253,7 @@ def _training(facts: Facts) -> str:
         "tokens": f"{log['tokens']:,}",
         "row": f"{log['block_size']:,} tokens",
         "rows per step": log["global_batch_size"],
+        **_ways(log),
         "learning rate": f"{arguments['learning_rate']:g}, {arguments['lr_scheduler_type']}",
         "first and last loss": f"{log['entries'][0]['loss']:.4f}, {log['entries'][-1]['loss']:.4f} nats per token",
         "time": f"{log['wall_seconds'] / 60:.1f} minutes",
@@ -262,6 +263,29 @@ def _training(facts: Facts) -> str:
         "command": f"`{log['command']}`",
     }
     return "## Training\n\n| | |\n|---|---|\n" + "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+
+
+def _ways(log: dict[str, Any]) -> dict[str, str]:
+    """What of the ways to train was not the ordinary one; older logs know of none."""
+    arguments, ways = log["arguments"], {}
+    if arguments.get("train", "all") != "all":
+        chosen = {"lora": f"LoRA of rank {arguments['lora_rank']}, merged", "positions": "positions alone"}
+        of = f"{log['trained_parameters']:,} of {log['parameters']:,} parameters"
+        ways["trained"] = f"{chosen[arguments['train']]}: {of}"
+    if arguments.get("distil"):
+        ends = [f"{entry['task_loss']:.4f}" for entry in (log["entries"][0], log["entries"][-1])]
+        ways["distilled"] = f"{arguments['distil']:g} of the loss; the rest, cross-entropy, was {', '.join(ends)}"
+    if arguments.get("pose_length"):
+        ways["positions"] = f"spread below {arguments['pose_length']:,}"
+    if arguments.get("curriculum"):
+        lengths = [f"{length:,}" for length in arguments["curriculum"]]
+        ways["curriculum"] = f"{', '.join(lengths)} tokens, {arguments['curriculum_steps']:,} steps each"
+    if log.get("start"):
+        start = log["start"]
+        ways["first rows"] = f"{start['unpatched']:.4f} before the swap, {start['swapped']:.4f} with it, untrained"
+    if log.get("peak_memory_gib"):
+        ways["peak memory"] = f"{log['peak_memory_gib']:.2f} GiB in a process"
+    return ways
 
 
 def _evaluation(facts: Facts) -> str:

@@ -46,6 +46,18 @@ def hardware(device: torch.device | str) -> dict[str, Any]:
     }
 
 
+def peak_memory(device: torch.device | str) -> float:
+    """The most memory, in GiB, that this process has held: on its accelerator, else in RAM."""
+    import torch
+
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource  # not on every platform
+
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return held / (2**30 if sys.platform == "darwin" else 2**20)
+
+
 def check_processes(count: int) -> None:
     """Raise PosSwapError where more processes were asked for than the `count` that work together here: what
     `accelerate launch` does on a CPU where it is not told otherwise."""

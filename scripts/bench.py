@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from hf_posswap.arguments import parse, run
@@ -83,6 +84,7 @@ def main() -> None:
             for scheme in ("rope", "xpos")
         ],
         ("graphs compiled anew when the length changes", "", 0, recompiles),
+        ("a step of training, finetune : HF Trainer", "ratio", 1.00, training),
     ]
     results = []
     for what, unit, goal, measure in tqdm(measurements, unit="measurement", leave=False):
@@ -346,6 +348,85 @@ def recompiles(pairs: int) -> float:
         for length in (500, 300, 411):
             compiled(torch.randint(0, 1024, (1, length)))
     return torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+
+
+def training(pairs: int) -> float:
+    """Seconds per step of `finetune` over those of transformers' Trainer: the same model, rows, AdamW and clipping.
+
+    Median of each run's steps but the first, the fastest of the runs of each side; they alternate. Expected: the same
+    products of matrices; here no logits are kept, and no schedule of callbacks runs between two steps.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        sides = (_finetune_step, _trainer_step)
+        fastest = dict.fromkeys(sides, math.inf)
+        for i in range(max(2, pairs // 20)):
+            for side in sides if i % 2 else reversed(sides):
+                fastest[side] = min(fastest[side], side(f"{folder}/{side.__name__}-{i}"))
+    return fastest[_finetune_step] / fastest[_trainer_step]
+
+
+STEPS, ROWS, LENGTH = 8, 4, 512  # of each run of `training`
+
+
+def _words() -> list[int]:
+    import random
+
+    return random.Random(0).choices(range(2, 1024), k=STEPS * ROWS * LENGTH)
+
+
+def _finetune_step(folder: str) -> float:
+    from pathlib import Path
+
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    from hf_posswap.training.arguments import FinetuneArguments
+    from hf_posswap.training.loop import finetune
+
+    backend = Tokenizer(WordLevel({str(i): i for i in range(1024)}, unk_token="0"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    Path(folder).mkdir()
+    text = Path(folder, "words.txt")
+    text.write_text(" ".join(map(str, _words())))
+    arguments = FinetuneArguments(
+        output_dir=folder,
+        train_file=[str(text)],
+        block_size=LENGTH,
+        max_steps=STEPS,
+        per_device_train_batch_size=ROWS,
+        save_steps=0,
+    )
+    log = finetune(pair()[0].train(), PreTrainedTokenizerFast(tokenizer_object=backend), arguments)
+    return statistics.median(ROWS * LENGTH / entry["tokens_per_second"] for entry in log.entries[1:])
+
+
+def _trainer_step(folder: str) -> float:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    words, times = _words(), []
+    rows = [words[i * LENGTH : (i + 1) * LENGTH] for i in range(STEPS * ROWS)]
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            times.append(time.perf_counter())
+
+    arguments = TrainingArguments(
+        output_dir=folder,
+        max_steps=STEPS,
+        per_device_train_batch_size=ROWS,
+        learning_rate=2e-5,
+        warmup_steps=20,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    Trainer(pair()[0].train(), arguments, train_dataset=data, callbacks=[Clock()]).train()
+    return statistics.median(after - before for before, after in pairwise(times))
 
 
 if __name__ == "__main__":

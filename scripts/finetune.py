@@ -3,9 +3,8 @@
     python scripts/finetune.py --model MODEL --scheme yarn --factor 4 --output_dir OUT \
         --train_dir TEXTS --block_size 8192 --max_steps 400 --gradient_checkpointing --mixed_precision bf16
 
-On several GPUs put `accelerate launch` in the place of `python`; on several CPU processes
-`ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2`. To go on after an interruption, repeat
-the command with `--resume_from_checkpoint latest`.
+On several GPUs put `accelerate launch --config_file scripts/configs/ddp.yaml` (or fsdp2, zero3) in the place of
+`python`. To go on after an interruption, give the same command again.
 """
 
 from __future__ import annotations

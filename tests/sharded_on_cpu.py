@@ -1,4 +1,4 @@
-"""Run a script with FSDP on CPU processes, which accelerate takes for a GPU only, and small pieces of logits.
+"""Run a script with FSDP on CPU processes, where accelerate leaves it out, and with small pieces of logits.
 
 python tests/sharded_on_cpu.py SCRIPT ...
 """

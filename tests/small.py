@@ -29,6 +29,7 @@ from hf_posswap.training.log import TrainingLog
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "finetune.py"
+SHARDED = ROOT / "tests" / "sharded_on_cpu.py"
 VOCABULARY = 261  # 256 bytes and five special tokens
 BLOCK = 32
 
@@ -111,11 +112,11 @@ def losses(log: TrainingLog) -> list[float]:
 
 
 def launch(processes: int, arguments: FinetuneArguments, *more: str, config: str = "ddp") -> TrainingLog:
-    """scripts/finetune.py on several CPU processes, spread as one of scripts/configs says."""
+    """scripts/finetune.py on several CPU processes, spread as one of scripts/configs says, by pieces of 10 logits."""
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", ROOT / "scripts" / "configs" / f"{config}.yaml", "--mixed_precision", "no"]
     port = str(20000 + os.getpid() % 20000)
-    command += ["--num_processes", processes, "--main_process_port", port, SCRIPT]
+    command += ["--num_processes", processes, "--main_process_port", port, SHARDED, SCRIPT]
     run(*command, *flags(arguments), *more, ACCELERATE_USE_CPU="true")
     log = TrainingLog.read(arguments.output_dir)
     assert log.hardware["processes"] == processes

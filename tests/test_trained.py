@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hf_posswap import PosSwapError, from_pretrained, patch_model
+from hf_posswap.card import card
 from hf_posswap.training.loop import finetune, load
 from hf_posswap.training.trained import position_parameters
 
@@ -146,3 +147,17 @@ def test_adapters_on_gpt2_which_keeps_its_weights_the_other_way_round(arguments,
     assert "transformer.h.0.attn.c_attn.weight" in changed(model, before)
     last = from_pretrained(Path(arguments.output_dir, "checkpoint-4"))(IDS).logits
     torch.testing.assert_close(last, model.eval()(IDS).logits)
+
+
+def test_the_card_says_how_it_was_trained(arguments, tokenizer):
+    pytest.importorskip("peft")
+    model = patch_model(llama(), "yarn", factor=2)
+    asked = replace(arguments, train="lora", distil=0.5, curriculum=[8], curriculum_steps=2)
+    log = finetune(model, tokenizer, asked, llama())
+    text = card(arguments.output_dir)
+    assert f"| trained | LoRA of rank 8, merged: {log.trained_parameters:,} of {log.parameters:,} parameters |" in text
+    assert f"was {log.entries[0]['task_loss']:.4f}, {log.entries[-1]['task_loss']:.4f} |" in text
+    assert "| curriculum | 8 tokens, 2 steps each |" in text
+    assert f"| first rows | {log.start['unpatched']:.4f} before the swap" in text
+    assert f"| peak memory | {log.peak_memory_gib:.2f} GiB in a process |" in text
+    assert 0.05 < log.peak_memory_gib < 64

@@ -36,7 +36,7 @@ from hf_posswap.training.checkpoints import STATE
 from hf_posswap.training.checks import check_documents_apart, check_parallelism
 from hf_posswap.training.data import IGNORED, Batches, read_documents, tokenize
 from hf_posswap.training.log import TrainingLog
-from hf_posswap.training.loop import finetune, load
+from hf_posswap.training.loop import finetune, load, load_teacher
 from hf_posswap.training.loss import chunk_loss
 from hf_posswap.training.packing import Blocks
 
@@ -170,11 +170,17 @@ def test_chunked_loss_and_its_gradients_equal_the_models_own(chunk, tied):
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-5, atol=1e-7, msg=name)
 
 
-def test_chunked_loss_holds_one_chunk_of_logits_at_a_time():
+def test_chunked_loss_holds_one_chunk_of_logits_at_a_time(monkeypatch):
     model, widths = llama(), []
-    model.lm_head.register_forward_hook(lambda *call: widths.append(len(call[2])) if call[2].dim() == 2 else None)
     assert chunk_loss(model, 10)
-    widths.clear()
+    linear = torch.nn.Linear.forward
+
+    def count(self, hidden):
+        if self is model.lm_head:
+            widths.append(hidden.shape[0])
+        return linear(self, hidden)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", count)
     ids = torch.arange(64)[None]
     model(input_ids=ids, labels=ids).loss.backward()
     assert max(widths) == 10
@@ -568,11 +574,11 @@ def test_weights_are_loaded_as_float32_unless_asked_otherwise(tmp_path, argument
     ("config", "tied", "scheme"),
     [
         ("ddp", False, {}),
-        ("fsdp2", False, {"scheme": "t5"}),
+        ("fsdp2", False, {"scheme": "t5", "distil": 0.5}),
         pytest.param("fsdp2", True, {"scheme": "yarn", "factor": 2.0}, marks=pytest.mark.long),
         pytest.param("ddp", True, {"scheme": "t5"}, marks=pytest.mark.long),
     ],
-    ids=["ddp", "fsdp2-t5", "fsdp2-yarn-tied", "ddp-t5-tied"],
+    ids=["ddp", "fsdp2-t5-distil", "fsdp2-yarn-tied", "ddp-t5-tied"],
 )
 @pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
 def test_two_processes_train_and_resume_as_one_does(
@@ -580,15 +586,19 @@ def test_two_processes_train_and_resume_as_one_does(
 ):
     """Rows of uneven targets, so that a mean of the processes' means would differ; and several pieces of logits."""
     base = tmp_path / "base"
-    llama(tie_word_embeddings=tied, vocab_size=2**16).save_pretrained(base)  # 16 tokens of logits at once
+    llama(tie_word_embeddings=tied).save_pretrained(base)
     tokenizer.save_pretrained(base)
-    monkeypatch.setattr(loss, "LOGITS_AT_ONCE", 2**20)
-    short = {"train_dir": short_documents, "packing": "documents", "save_steps": 2}
+    monkeypatch.setattr(loss, "LOGITS_AT_ONCE", 10 * VOCABULARY)
+    parameters = dict(scheme)
+    name, distil = parameters.pop("scheme", None), parameters.pop("distil", 0.0)
+    short = {"train_dir": short_documents, "packing": "documents", "save_steps": 2, "distil": distil}
     asked = replace(arguments, model=str(base), **short)
-    one = finetune(*load(asked, make_scheme(scheme["scheme"], without_name(scheme)) if scheme else None), asked)
+    swap = None if name is None else make_scheme(name, parameters)
+    one = finetune(*load(asked, swap), asked, load_teacher(asked))
     shape = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
     shared = replace(asked, output_dir=str(tmp_path / "two"), **shape)
-    words = [str(word) for name, value in scheme.items() for word in (f"--{name}", value)]
+    words = ["--scheme", name, *(str(word) for pair in parameters.items() for word in (f"--{pair[0]}", pair[1]))]
+    words = words if name else []
     two = launch(2, shared, *words, config=config)
     assert two.hardware["distributed"] == {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}[config]
     again = replace(
@@ -603,10 +613,6 @@ def test_two_processes_train_and_resume_as_one_does(
     outputs = [from_pretrained(run.output_dir)(ids).logits for run in (asked, shared, again)]
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(outputs[2], outputs[1], rtol=1e-4, atol=1e-4)
-
-
-def without_name(scheme: dict[str, object]) -> dict[str, object]:
-    return {name: value for name, value in scheme.items() if name != "scheme"}
 
 
 @pytest.mark.long
@@ -651,6 +657,13 @@ def test_ways_to_spread_the_work_that_are_not_survived_are_refused(make, objecti
     with pytest.raises(PosSwapError, match=message):
         check_parallelism(spread, make(), objective, replace(arguments, **change))
     check_parallelism(Spread(DistributedType.MULTI_GPU, False), make(), objective, replace(arguments, **change))
+
+
+def test_sharding_that_accelerate_leaves_out_is_no_silent_ddp(monkeypatch, arguments, tokenizer):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(PosSwapError, match="FSDP was asked for, and accelerate leaves it out here"):
+        finetune(llama(), tokenizer, arguments)
 
 
 def test_processes_that_would_train_apart_are_refused(monkeypatch, arguments, tokenizer):

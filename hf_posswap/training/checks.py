@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -90,6 +91,13 @@ def check_parallelism(
         )
     if kind_of == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise PosSwapError("fsdp_version=1 is not carried; use fsdp_version: 2, as in scripts/configs/fsdp2.yaml")
+    asked = {"ACCELERATE_USE_FSDP": DistributedType.FSDP, "ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED}
+    for variable, meant in asked.items():
+        if os.environ.get(variable, "false").lower() == "true" and kind_of != meant:
+            raise PosSwapError(
+                f"{meant.value} was asked for, and accelerate leaves it out here ({kind_of.value} on "
+                f"{accelerator.device.type}): every process would hold the whole model; launch with --multi_gpu"
+            )
     parallelism = accelerator.parallelism_config
     if parallelism is None:
         return

@@ -6,7 +6,7 @@ Letters: B batch, S sequence, K its first tokens that the teacher reads, E width
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from ..anatomy import kind
 from ..errors import PosSwapError
 from ..evaluation.subjects import trained_length
 from ..patching import record_of
-from .head import is_plain, withheld
+from .head import LogitsOf, is_plain, withheld
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,24 +58,18 @@ class Distillation:
     temperature: float = 1.0
     hidden: float = 0.0
 
-    def losses(self, head: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def losses(self, logits_of: LogitsOf, hidden: Tensor, targets: Tensor, taught: Tensor) -> Tensor:
         """Sums (2,) over hidden (T, E), targets (T,) and the teacher's (T, E): the loss, and its cross-entropy."""
+        logits = logits_of(hidden).float()
+        with torch.no_grad():
+            teachers = self.head(taught).float()
+        task = F.cross_entropy(logits, targets, reduction="sum")
+        student, teacher = ((x / self.temperature).log_softmax(-1) for x in (logits, teachers))
+        divergence = F.kl_div(student, teacher, log_target=True, reduction="sum") * self.temperature**2
+        return torch.stack([(1 - self.weight) * task + self.weight * divergence, task])
 
-        def summed(hidden: Tensor, targets: Tensor, taught: Tensor) -> Tensor:
-            logits = head(hidden).float()
-            with torch.no_grad():
-                teachers = self.head(taught).float()
-            task = F.cross_entropy(logits, targets, reduction="sum")
-            student, teacher = ((x / self.temperature).log_softmax(-1) for x in (logits, teachers))
-            divergence = F.kl_div(student, teacher, log_target=True, reduction="sum") * self.temperature**2
-            return torch.stack([(1 - self.weight) * task + self.weight * divergence, task])
-
-        return summed
-
-    def between_layers(self, layers: Sequence[Tensor] | None, taught: Taught, kept: Tensor) -> Tensor | float:
+    def between_layers(self, layers: Sequence[Tensor], taught: Taught, kept: Tensor) -> Tensor:
         """The sum over the known targets of the distance between the layers' outputs, with its weights."""
-        if not self.hidden:
-            return 0.0
         known = taught.layers[0].shape[1]
         chosen = kept[:, :known]
         distances = []

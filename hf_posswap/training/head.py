@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,23 +16,37 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+LogitsOf = Callable[[Tensor], Tensor]
+
+
+@contextmanager
+def instead_of_logits(head: nn.Module, compute: Callable[[LogitsOf, Tensor], Tensor]) -> Iterator[None]:
+    """Within it `head(hidden)` returns `compute(own, hidden)`; `own` makes logits of hidden states (..., E).
+
+    Whatever is made of the head's weights is made while it is called: they are elsewhere before and after, where
+    FSDP or ZeRO-3 spread them.
+    """
+    own, before = head.forward, vars(head).get("forward")
+    head.forward = partial(compute, own)
+    try:
+        yield
+    finally:
+        del head.forward
+        if before is not None:
+            head.forward = before
+
+
 @contextmanager
 def withheld(head: nn.Module) -> Iterator[list[Tensor]]:
     """Within it the head makes no logits; what would have reached it, (B, S, E), is put on the list."""
     reached: list[Tensor] = []
 
-    def hand_over(hidden: Tensor) -> Tensor:
+    def hand_over(own: LogitsOf, hidden: Tensor) -> Tensor:
         reached.append(hidden)
         return hidden.new_zeros(*hidden.shape[:-1], 1)
 
-    before = vars(head).get("forward")
-    head.forward = hand_over
-    try:
+    with instead_of_logits(head, hand_over):
         yield reached
-    finally:
-        del head.forward
-        if before is not None:
-            head.forward = before
 
 
 @torch.no_grad()

@@ -58,12 +58,13 @@ class TrainingLog:
     longest_document: of the text, in tokens; longest_document is the most that attention spans where documents are
     packed apart. global_batch_size: rows per step.
 
-    start: what the first rows cost before any step, see `guard.check_start`.
+    start: what the first rows cost before any step, see `guard.check_start`. steps, tokens: done so far.
+    wall_seconds: loading of data, checkpoints and earlier parts of a resumed run included. peak_memory_gib: the most
+    that the main process held, on its accelerator where it has one.
 
-    steps, tokens: done so far. wall_seconds: loading of data, checkpoints and earlier parts of a resumed run
-    included. entries: one dict per logged step: step, loss (nats per target token of that step's global batch),
-    task_loss (the cross-entropy in it, where a teacher has a share), learning_rate, grad_norm (before clipping),
-    tokens_per_second (input tokens, since the entry before).
+    entries: one dict per logged step: step, loss (nats per target token of that step's global batch), task_loss (the
+    cross-entropy in it, where a teacher has a share), learning_rate, grad_norm (before clipping), tokens_per_second
+    (input tokens, since the entry before).
     """
 
     arguments: dict[str, Any]
@@ -85,6 +86,7 @@ class TrainingLog:
     steps: int = 0
     tokens: int = 0
     wall_seconds: float = 0.0
+    peak_memory_gib: float = 0.0
     entries: list[dict[str, float]] = field(default_factory=list)
 
     def describe_machine(self, accelerator: Accelerator) -> None:

@@ -30,7 +30,7 @@ from ..checkpoint import from_pretrained
 from ..errors import PosSwapError, nearest
 from ..patching import carries, patch_model, record_of
 from ..record import KEY
-from ..runs import check_processes
+from ..runs import check_processes, peak_memory
 from ..scheme import Scheme, name_of, named
 from .arguments import FinetuneArguments
 from .checkpoints import (
@@ -351,6 +351,8 @@ class _Run:
         self.chosen.merge()
         save_model(self.accelerator, self.model, self.tokenizer, self.output_dir)
         self.log.wall_seconds = time.perf_counter() - self.started
+        self.log.peak_memory_gib = round(peak_memory(self.accelerator.device), 3)
+        self.accelerator.print(f"peak memory of a process: {self.log.peak_memory_gib:.2f} GiB")
         if self.accelerator.is_main_process:
             self.log.write(self.output_dir)
         for tracker in self.accelerator.trackers:

@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
 from .data import IGNORED
 from .distil import Distillation, Taught
-from .head import is_plain, withheld
+from .head import LogitsOf, instead_of_logits, is_plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,29 +75,33 @@ def _forward(
     more = {"output_hidden_states": True} if distillation is not None and distillation.hidden else {}
 
     def forward(self: PreTrainedModel, input_ids: Tensor, labels: Tensor, taught: Taught | None = None, **inputs: Any):
-        head = self.get_output_embeddings()
-        with withheld(head) as reached:
-            output = own(input_ids=input_ids, **inputs, **more)
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED) if causal else labels
         kept = targets != IGNORED  # (B, S)
-        hidden, targets = reached[0][kept], targets[kept]  # (T, E), (T,)
-        count = max(1, len(targets))
-        if taught is None:
-            task = _in_pieces(_cross_entropy(head), chunk, hidden, targets)[0] / count
-            return Losses(loss=task, task=task.detach())
-        known = taught.known(kept)
-        untaught = _in_pieces(_cross_entropy(head), chunk, hidden[~known], targets[~known])[0]
-        asked = distillation.losses(head)
-        loss, task = _in_pieces(asked, chunk, hidden[known], targets[known], taught.final(kept))
-        loss = loss + distillation.between_layers(output.get("hidden_states"), taught, kept)
-        return Losses(loss=(untaught + loss) / count, task=(untaught + task).detach() / count)
+        targets = targets[kept]  # (T,)
+        known = torch.zeros_like(targets, dtype=torch.bool) if taught is None else taught.known(kept)
+
+        def losses(logits_of: LogitsOf, hidden: Tensor) -> Tensor:
+            """Sums over the targets, in the place of logits, (1, 1, 2): the loss, and its cross-entropy."""
+            hidden = hidden[kept]  # (T, E)
+            sums = _in_pieces(partial(_cross_entropy, logits_of), chunk, hidden[~known], targets[~known])
+            if taught is not None:
+                asked = partial(distillation.losses, logits_of)
+                sums = sums + _in_pieces(asked, chunk, hidden[known], targets[known], taught.final(kept))
+            return sums[None, None]
+
+        with instead_of_logits(self.get_output_embeddings(), losses):
+            output = own(input_ids=input_ids, **inputs, **more)
+        loss, task = output.logits[0, 0] / max(1, len(targets))
+        if more:
+            loss = loss + distillation.between_layers(output.hidden_states, taught, kept) / max(1, len(targets))
+        return Losses(loss=loss, task=task.detach())
 
     return forward
 
 
-def _cross_entropy(head: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    """The summed cross-entropy in nats, (1,), of hidden (T, E) against targets (T,)."""
-    return lambda hidden, targets: F.cross_entropy(head(hidden).float(), targets, reduction="sum")[None]
+def _cross_entropy(logits_of: LogitsOf, hidden: Tensor, targets: Tensor) -> Tensor:
+    """The summed cross-entropy in nats of hidden (T, E) against targets (T,), twice: (2,)."""
+    return F.cross_entropy(logits_of(hidden).float(), targets, reduction="sum").expand(2)
 
 
 def _in_pieces(summed: Callable[..., Tensor], chunk: int, *rows: Tensor) -> Tensor:

@@ -90,7 +90,8 @@ def trained(model: PreTrainedModel, arguments: FinetuneArguments) -> Iterator[Tr
         raise PosSwapError(
             f"train='positions': {kind(model)} has no parameters of positions to train; use train='all' or 'lora'"
         )
-    before = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    frozen = {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
     chosen = Trained(model, frozenset(map(id, positions.values())))
     try:
         if arguments.train != "all":
@@ -98,15 +99,15 @@ def trained(model: PreTrainedModel, arguments: FinetuneArguments) -> Iterator[Tr
         if arguments.train == "lora":
             chosen.lora = _add_lora(model, arguments)
             for parameter in _beside_lora(model, arguments):
-                parameter.requires_grad_(before[id(parameter)])
+                parameter.requires_grad_(id(parameter) not in frozen)
         for parameter in positions.values():
             parameter.requires_grad_(True)
         yield chosen
     finally:
         if chosen.lora is not None:
             chosen.lora.unload()
-        for parameter in model.parameters():
-            parameter.requires_grad_(before[id(parameter)])
+        for name, parameter in model.named_parameters():  # FSDP has put others in their places
+            parameter.requires_grad_(before[name])
 
 
 def _add_lora(model: PreTrainedModel, arguments: FinetuneArguments) -> Any:
