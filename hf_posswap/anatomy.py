@@ -272,7 +272,8 @@ def examine(model: PreTrainedModel) -> Anatomy:
     anatomy = find_sites(model)
     if not anatomy.sites and getattr(model, "_is_stateful", False):  # transformers' mark of a recurrent state
         raise PosSwapError(
-            f"{kind(model)} (model_type {model.config.model_type!r}) has no positions to swap: it knows order by recurrence"
+            f"{kind(model)} (model_type {model.config.model_type!r}) has no positions to swap: it knows order by "
+            "recurrence"
         )
     if not anatomy.sites:
         raise PosSwapError(
