@@ -190,7 +190,6 @@ ONE_STACK = [
     (bart, "alibi", {}),
     (bart, "rope", {}),
     (bart, "sinusoidal", {}),
-    (bart, "learned", {"max_positions": LENGTH, "combine": "add", "init": "random"}),
     (build, "nope", {}),
     (build, "alibi", {}),
     (build, "t5", {}),
@@ -233,7 +232,9 @@ def test_both_stacks_are_described_and_both_is_no_choice():
 def test_a_decoder_alone_takes_what_is_for_causal_models():
     model = bart()
     before = states(model)
-    patch_model(model, "fire", stack="decoder", init_L=8)
+    with pytest.raises(PosSwapError, match="for causal models"):
+        patch_model(model, "xpos", scale_base=16)
+    patch_model(model, "xpos", stack="decoder", scale_base=16)
     after = states(model)
     assert torch.equal(after[0], before[0])
     assert (after[1] - before[1]).abs().max() > 1e-4
@@ -247,7 +248,7 @@ def test_longer_tables_in_both_stacks():
 @pytest.mark.parametrize(
     ("make", "arguments", "message"),
     [
-        (bart, {"scheme": "nope", "stack": "both sides"}, r"stack='both sides' is unknown; choose one of"),
+        (bart, {"scheme": "nope", "stack": "both sides"}, r"stack='both sides' is unknown; did you mean 'both'"),
         (bart, {"scheme": "nope", "stack": "encode"}, r"did you mean 'encoder'"),
         (
             bart,
