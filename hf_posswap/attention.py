@@ -354,8 +354,13 @@ def set_implementation(
 ) -> None:
     """A patched model's `set_attn_implementation`: the scheme moves to the new backend, or the call is refused."""
     if rerouted:  # transformers takes such a model for one that cannot choose
-        implementation = PREFIX + DENSE + check_backend(attn_implementation, scheme, model.modules())
-        model.config._attn_implementation_internal = implementation
+        backend = check_backend(attn_implementation, scheme, model.modules())
+        if backend == "flex_attention":  # torch's crashes on a CPU with a mask of numbers, which is all there is here
+            raise PosSwapError(
+                f"attn_implementation={attn_implementation!r}: {type(model).__name__} computes a mask of numbers for "
+                "all keys, which FlexAttention does not carry; choose one of: eager, sdpa"
+            )
+        model.config._attn_implementation_internal = PREFIX + DENSE + backend
         return
     if isinstance(attn_implementation, dict):
         names = {

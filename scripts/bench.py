@@ -57,6 +57,16 @@ def main() -> None:
             for length in (2048, 4096, 8192)
             for way in ("fast", "dense")
         ],
+        *[
+            (
+                f"causal ALiBi, {way}, S = {length}, float32, forward only : no bias",
+                "ratio",
+                None,
+                partial(attention, length=length, dtype="float32", way=way, backward=False),
+            )
+            for length in (2048, 4096, 8192)
+            for way in ("fast", "dense", "flex")
+        ],
         ("peak memory of causal ALiBi, 2k to 16k, exponent", "", 1.10, slope),
         *[
             (f"{scheme} on {family}, forward : unpatched", "ratio", 1.08, partial(turned, **kind, cached=False))
@@ -209,36 +219,52 @@ def _imports(ours: str, pairs: int) -> float:
 # --- attention: each of these against the same without a scheme, one core
 
 
-def attention(pairs: int, length: int, dtype: str, way: str) -> float:
+def attention(pairs: int, length: int, dtype: str, way: str, backward: bool = True) -> float:
     """Forward and backward of one causal attention (4 heads of 64) with ALiBi on its way, over that without a bias.
 
     `fast` is the bias in extra dimensions, as patched models compute it; `dense` the (H, S, S) bias built and added
-    by the kernel. Expected: 64 dimensions become 72 (one more in float32, six in bfloat16, up to a multiple of 8), an
-    eighth of the products more, and copies of q, k and v; the dense bias is read from memory instead, twice.
+    by the kernel; `flex` compiled FlexAttention that reads it off its diagonals, without a backward on a CPU. Expected:
+    64 dimensions become 72 (one more in float32, six in bfloat16, up to a multiple of 8), an eighth of the products
+    more, and copies of q, k and v; the dense bias is read from memory instead, twice.
     """
     import torch
+    from torch import Tensor
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     from torch.nn.functional import scaled_dot_product_attention
 
-    from hf_posswap.attention import Attached, Places
+    from hf_posswap.attention import Attached, Diagonals, Places
     from hf_posswap.schemes.alibi import Alibi
     from hf_posswap.sites import BiasGeometry
 
     attached = Attached(Alibi().bias(BiasGeometry(4, length, causal=True)))
-    q, k, v = (torch.randn(1, 4, length, 64, dtype=getattr(torch, dtype), requires_grad=True) for _ in range(3))
+    inputs = {"dtype": getattr(torch, dtype), "requires_grad": backward}
+    q, k, v = (torch.randn(1, 4, length, 64, **inputs) for _ in range(3))
+    compiled = torch.compile(flex_attention)
+    block_mask = (
+        create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, "cpu") if way == "flex" else None
+    )
 
-    def plain() -> None:
-        scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+    def plain() -> Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    def fast() -> None:
-        output = scaled_dot_product_attention(*attached.extended(q, k, v, 64**-0.5), scale=64**-0.5, is_causal=True)
-        output[..., :64].sum().backward()
+    def fast() -> Tensor:
+        extended = attached.extended(q, k, v, 64**-0.5)
+        return scaled_dot_product_attention(*extended, scale=64**-0.5, is_causal=True)[..., :64]
 
-    def dense() -> None:
+    def dense() -> Tensor:
         bias = attached.dense(q, k, Places(), None)
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
-        scaled_dot_product_attention(q, k, v, attn_mask=bias.masked_fill(hidden, -torch.inf)).sum().backward()
+        return scaled_dot_product_attention(q, k, v, attn_mask=bias.masked_fill(hidden, -torch.inf))
 
-    return ratio({"fast": fast, "dense": dense}[way], plain, max(2, pairs * 1024 // length // 8))
+    def flex() -> Tensor:
+        bias = Diagonals(attached.by_distance(q, k, Places()), length)
+        return compiled(q, k, v, lambda score, *at: score + bias[at], block_mask)
+
+    def trained(compute: Callable[[], Tensor]) -> Callable[[], Any]:
+        return (lambda: compute().sum().backward()) if backward else compute
+
+    ours = {"fast": fast, "dense": dense, "flex": flex}[way]
+    return ratio(trained(ours), trained(plain), max(2, pairs * 1024 // length // (8 if backward else 2)))
 
 
 def slope(pairs: int) -> float:

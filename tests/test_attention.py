@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from hf_posswap import PosSwapError, patch_model, probe, unpatch_model
 from hf_posswap.relative import alibi_slopes, exact_parts, spread
@@ -325,34 +326,83 @@ def test_weights_of_attention_are_not_asked_of_a_fused_backend():
         model.config.output_attentions = True
 
 
-def test_slopes_for_another_number_of_heads_are_refused():
+@pytest.mark.parametrize("family", ["llama", "bert", "bloom", "mpnet", "t5_encoder"])
+def test_slopes_for_another_number_of_heads_are_refused(family):
     with pytest.raises(PosSwapError, match=r"slopes holds 3 numbers and this model has 4 heads"):
-        patch_model(FAMILIES["bloom"].build(), "alibi", slopes=(1.0, 0.5, 0.25))
+        patch_model(FAMILIES[family].build(), "alibi", slopes=(1.0, 0.5, 0.25))
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "t5", "fire"])
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_a_share_of_the_heads_is_refused(scheme, backend):
+    """What tensor parallel leaves on one of two processes: half of the heads of every projection."""
+    model, ids = patch_model(FAMILIES["llama"].build(attn_implementation=backend), scheme), tokens(1, 20)
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
+            linear.weight.data = linear.weight.data.chunk(2)[0]
+        attention.o_proj.weight.data = attention.o_proj.weight.data.chunk(2, dim=1)[0]
+    with pytest.raises(PosSwapError, match=r"bias is of 4 heads, and 2 are computed here"):
+        logits(model, input_ids=ids)
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt", "falcon", "falcon_alibi", "mpnet"])
+def test_flex_attention_is_refused_where_the_mask_is_numbers(family):
+    model, ids = patch_model(FAMILIES[family].build(), "t5"), tokens(1, 20)
+    before = logits(model, input_ids=ids)
+    with pytest.raises(PosSwapError, match=r"='flex_attention': .* computes a mask of numbers .* eager, sdpa"):
+        model.set_attn_implementation("flex_attention")
+    assert torch.equal(logits(model, input_ids=ids), before)
 
 
 # --- 4 caches of other kinds
 
 
+def decoded(model, ids, cache) -> torch.Tensor:
+    with torch.no_grad():
+        parts = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split([9, 1, 4, 6], 1)]
+    return torch.cat(parts, 1)
+
+
 @pytest.mark.parametrize("scheme", ["alibi", "t5", "xpos", "fire"])
-def test_offloaded_and_quantised_caches(scheme):
-    """Quantised keys are rounded (8 bits): decode is near the full forward, and exact in what it offloads."""
-    from transformers import DynamicCache, QuantizedCache
+@pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache"])
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="transformers moves an offloaded cache on CUDA streams")
+def test_offloaded_cache(scheme, kind):
+    model, ids = patch_model(FAMILIES["llama"].build(), scheme).cuda(), tokens(2, 20).cuda()
+    length = {"max_cache_len": 24} if kind == "StaticCache" else {}
+    cache = getattr(transformers, kind)(config=model.config, offloading=True, **length)
+    close(decoded(model, ids, cache), logits(model, input_ids=ids))
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "t5", "xpos", "fire"])
+@pytest.mark.parametrize("backend", ["quanto", "hqq"])
+def test_quantised_cache(scheme, backend):
+    """Keys are rounded to 8 bits: decode is nearer the full forward than what has no positions."""
+    pytest.importorskip({"quanto": "optimum.quanto", "hqq": "hqq"}[backend], reason=f"{backend} is not installed")
+    model, ids = patch_model(FAMILIES["llama"].build(), scheme), tokens(2, 20)
+    full, silent = logits(model, input_ids=ids), patch_model(FAMILIES["llama"].build(), "nope")
+    cache = transformers.QuantizedCache(backend, config=model.config, nbits=8, q_group_size=16, residual_length=4)
+    assert (decoded(model, ids, cache) - full).abs().max() < 0.1 * (full - logits(silent, input_ids=ids)).abs().max()
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "t5", "xpos", "fire"])
+def test_cache_that_stores_keys_rounded_and_moved(scheme):
+    """Layers as the quantised and the offloaded cache have them: what is read is not the tensor that was written."""
+
+    class Stored(transformers.cache_utils.DynamicLayer):
+        def update(self, key, value, *args, **kwargs):
+            whole = super().update(key, value, *args, **kwargs)
+            self.keys, self.values = (t.bfloat16() for t in whole)
+            return tuple(t.float() for t in whole)
+
+        def lazy_initialization(self, *args, **kwargs):
+            super().lazy_initialization(*args, **kwargs)
+            self.keys, self.values = self.keys.bfloat16(), self.values.bfloat16()
 
     model, ids = patch_model(FAMILIES["llama"].build(), scheme), tokens(2, 20)
-    full = logits(model, input_ids=ids)
-
-    def decoded(cache):
-        with torch.no_grad():
-            parts = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split([9, 1, 4, 6], 1)]
-        return torch.cat(parts, 1)
-
-    if torch.cuda.is_available():  # transformers moves an offloaded cache on streams of its own
-        model.cuda()
-        full, ids = full.cuda(), ids.cuda()
-        close(decoded(DynamicCache(config=model.config, offloading=True)), full)
-    pytest.importorskip("optimum.quanto", reason="no backend of quantised caches")
-    cache = QuantizedCache("quanto", config=model.config, nbits=8, q_group_size=16, residual_length=4)
-    assert (decoded(cache) - full).abs().max() < 0.1 * full.abs().max()
+    cache = transformers.Cache(layer_class_to_replicate=Stored)
+    full, silent = logits(model, input_ids=ids), patch_model(FAMILIES["llama"].build(), "nope")
+    assert (decoded(model, ids, cache) - full).abs().max() < 0.1 * (full - logits(silent, input_ids=ids)).abs().max()
 
 
 @by_id([row for row in ATTENTION_ROWS if row.family in ("llama", "bloom", "gpt2")])
@@ -424,6 +474,32 @@ def test_exact_parts_add_up():
         assert torch.equal(sum(p.double() for p in parts).float(), values)
     places = torch.arange(32768).float()[:, None]
     assert torch.equal(sum(p.double() for p in exact_parts(places, torch.bfloat16, 2)), places.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_bias_of_far_keys_is_exact_in_extra_dimensions(dtype):
+    """The products of the dimensions alone, for 100000 keys: beyond float16's range and two parts of bfloat16."""
+    from hf_posswap.attention import Attached
+    from hf_posswap.schemes.alibi import Alibi
+    from hf_posswap.sites import BiasGeometry
+
+    count = 100_000
+    query, key = torch.zeros(1, 6, 1, 8, dtype=dtype), torch.zeros(1, 1, count, 8, dtype=dtype)
+    columns, rows, _ = Attached(Alibi().bias(BiasGeometry(6, count, True))).extended(query, key, key, 8**-0.5)
+    bias = (columns[0, :, 0].double() @ rows[0, 0].double().T) * 8**-0.5
+    expected = torch.tensor(oracles_bias.alibi_slopes(6), dtype=torch.float64)[:, None] * torch.arange(count)
+    torch.testing.assert_close(bias, expected, rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "bert", "mpnet"])
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_row_of_padding_alone_stays_finite(family, backend, dtype):
+    model = patch_model(FAMILIES[family].build(), "alibi", slopes=(8.0, 4.0, 2.0, 1.0)).to(dtype)
+    model.set_attn_implementation(backend)
+    ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
+    mask[0] = 0
+    assert torch.isfinite(logits(model, input_ids=ids, attention_mask=mask)).all()
 
 
 def test_spread():

@@ -76,7 +76,7 @@ def test_the_model_is_left_as_it_was():
         ("llama", IDS, [128], r"ids=\(2, 64\), lengths=\[128\]"),
         ("llama", IDS, [1], r"2 <= length <= S"),
         ("bert", tokens(1, LENGTH), [LENGTH], r"BertForMaskedLM sees what follows"),
-        ("mpnet", tokens(1, LENGTH), [LENGTH], r"MPNetForMaskedLM has an attention of its own"),
+        ("mpnet", tokens(1, LENGTH), [LENGTH], r"MPNetForMaskedLM sees what follows"),
     ],
 )
 def test_what_cannot_be_measured(family, ids, lengths, says):

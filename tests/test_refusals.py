@@ -101,7 +101,6 @@ REFUSED = [
     ("bert", "fire", {}, r"fire: it divides by how far a causal query can look"),
     ("bert", "logn", {}, r"logn: the tokens that a query sees are counted from its position, in causal models"),
     ("vit", "alibi", {}, r"alibi: the positions of ViTForImageClassification are a grid"),
-    ("mpnet", "alibi", {}, r"MPNetForMaskedLM has an attention of its own that does not go through"),
     ("llama", "alibi", {"slopes": (0.5, 0.25)}, r"slopes holds 2 numbers and this model has 4 heads"),
     ("llama", "alibi", {"slopes": (0.5, 0.25, -1.0, 0.1)}, r"are not finite numbers >= 0"),
     ("llama", "t5", {"num_buckets": 30}, r"num_buckets=30 is not a multiple of 4"),
@@ -216,6 +215,7 @@ SIZES = [
     ("gpt_neox", {}, "longrope", {"factor": 4, "long_factor": [2.0] * 8}, r"has 8 factors, and this model turns 2"),
     ("bert", {"hidden_size": 60}, "rope", {}, r"rope: head_dim=15 is odd; pairs of dimensions cannot be turned"),
     ("bert", {"hidden_size": 60}, "yarn", {"factor": 4}, r"yarn: head_dim=15 is odd"),
+    ("llama", {"num_key_value_heads": 3}, "alibi", {}, r"heads=4 of Llama\w* is not a multiple of its .*_heads=3"),
     ("electra", {"embedding_size": 33}, "sinusoidal", {}, r"needs an even width .* this model's is 33"),
     ("electra", {"embedding_size": 33}, "learned", {"factor": 2, "init": "fit"}, r"init='fit' .* width is 33, an odd"),
     ("opt", {"word_embed_proj_dim": 32}, "learned", {"combine": "concat"}, r"of one width; .* have 32 and 64"),
@@ -237,6 +237,17 @@ def test_model_without_a_site():
     model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4))
     with pytest.raises(PosSwapError, match=r"MambaForCausalLM .*'mamba'.* has no site"):
         patch_model(model, "yarn", factor=4)
+
+
+def test_attention_that_nothing_reaches():
+    from transformers import ConvBertConfig, ConvBertForMaskedLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 1}
+    model = ConvBertForMaskedLM(ConvBertConfig(vocab_size=64, max_position_embeddings=LENGTH, **sizes))
+    before = state(model)
+    with pytest.raises(PosSwapError, match=r"ConvBertForMaskedLM has an attention of its own that does not go through"):
+        patch_model(model, "alibi")
+    unchanged(model, before)
 
 
 def test_table_whose_neighbour_is_unknown():
