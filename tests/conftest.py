@@ -12,9 +12,20 @@ import pytest
 import torch
 import transformers
 
+from .deprecations import Deprecations
+
 torch.set_num_threads(1)
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture(autouse=True)
+def deprecations():
+    """No test makes transformers announce that something it does will end. Each message comes once in a process."""
+    heard = Deprecations()
+    with heard.heard():
+        yield
+    assert heard.seen == []
 
 
 def by_id(rows):

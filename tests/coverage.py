@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import multiprocessing
 import os
 import subprocess
@@ -22,7 +21,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +35,7 @@ from hf_posswap.anatomy import find_rotary
 from hf_posswap.patching import record_of
 
 from . import zoo
+from .deprecations import Deprecations
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMITTED = ROOT / "docs" / "coverage.json"
@@ -136,30 +135,6 @@ def broken(found: dict[str, float | str]) -> dict[str, float | str]:
 
 class Wrong(Exception):
     """A law broke; the message says which."""
-
-
-class Deprecations(logging.Handler):
-    """What transformers logs of its own future."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.seen: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "deprecat" in record.getMessage().lower():
-            self.seen.append(record.getMessage())
-
-    @contextmanager
-    def heard(self) -> Iterator[None]:
-        """All of transformers' messages come here, and are printed no more."""
-        logger, verbosity = logging.getLogger("transformers"), transformers.utils.logging.get_verbosity()
-        handlers, logger.handlers = logger.handlers, [self]
-        transformers.utils.logging.set_verbosity_warning()
-        try:
-            yield
-        finally:
-            logger.handlers = handlers
-            transformers.utils.logging.set_verbosity(verbosity)
 
 
 def state(model: Any) -> tuple[Any, ...]:

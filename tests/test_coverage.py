@@ -75,7 +75,7 @@ def test_recurrent_models_are_refused_by_name(model_type: str):
 
 
 @pytest.fixture(scope="module")
-def planted():
+def planted(tmp_path_factory):
     """LLaMA's modeling code under other names: a new type that follows the common structure."""
     source = importlib.util.find_spec("transformers.models.llama.modeling_llama").origin
     spec = importlib.util.spec_from_loader("transformers.models.llama.modeling_planted", loader=None)
@@ -96,7 +96,9 @@ def planted():
             cls.config_class = PlantedConfig
     config = zoo.tiny_config(transformers.LlamaConfig).to_dict() | {"model_type": PLANTED}
     torch.manual_seed(0)
-    yield module.PlantedForCausalLM(PlantedConfig(**config)).eval()
+    model = module.PlantedForCausalLM(PlantedConfig(**config)).eval()
+    model.save_pretrained(tmp_path_factory.mktemp(PLANTED))  # a save writes its class and dtype into the config
+    yield model
     del sys.modules[spec.name]
 
 

@@ -1,16 +1,16 @@
-"""T5 whole: its encoder sees both ways, its decoder what precedes, and cross-attention has no distances."""
+"""T5 and BART whole: the encoder sees both ways, the decoder what precedes, and cross-attention has no distances."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
 from hf_posswap import PosSwapError, describe, from_pretrained, patch_model, probe, unpatch_model
 
 from . import oracles_bias
-from .families import HEADS, LENGTH, PAD, VOCAB, WIDTH, tokens
+from .families import FAMILIES, HEADS, LENGTH, PAD, VOCAB, WIDTH, tokens
 from .test_laws import close
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
@@ -161,3 +161,111 @@ def test_gradients_reach_both_stacks():
     model(input_ids=tokens(2, 20), labels=tokens(2, 14, seed=1)).loss.backward()
     for stack in (model.encoder, model.decoder):
         assert stack.posswap.buckets.grad.abs().max() > 0
+
+
+# --- one stack
+
+
+def bart(**overrides) -> BartForConditionalGeneration:
+    torch.manual_seed(0)
+    layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}
+    heads = {"encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS}
+    special = {"pad_token_id": PAD, "bos_token_id": 2, "eos_token_id": 2, "decoder_start_token_id": 2}
+    sizes = {"vocab_size": VOCAB, "d_model": WIDTH, "max_position_embeddings": LENGTH, "init_std": 0.2}
+    return BartForConditionalGeneration(BartConfig(**layers, **heads, **special, **sizes, dropout=0.0)).eval()
+
+
+def states(model, source=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the encoder makes of a text, and the decoder of another beside fixed states of an encoder."""
+    fixed = torch.randn(2, 20, WIDTH, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        encoded = model.get_encoder()(tokens(2, 20) if source is None else source).last_hidden_state
+        target = tokens(2, 14, seed=1)
+        decoded = model.get_decoder()(target, encoder_hidden_states=fixed).last_hidden_state
+    return encoded, decoded
+
+
+ONE_STACK = [
+    (bart, "nope", {}),
+    (bart, "alibi", {}),
+    (bart, "rope", {}),
+    (bart, "sinusoidal", {}),
+    (build, "nope", {}),
+    (build, "alibi", {}),
+    (build, "t5", {}),
+]
+
+
+@pytest.mark.parametrize(("make", "scheme", "params"), ONE_STACK, ids=str)
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+def test_one_stack_takes_it_and_the_other_keeps_what_it_has(make, scheme, params, stack, tmp_path):
+    model = make()
+    config, names, before = model.config.to_dict(), list(model.state_dict()), states(model)
+    patch_model(model, scheme, stack=stack, **params)
+    after, described = states(model), str(describe(model))
+    touched, left = (0, 1) if stack == "encoder" else (1, 0)
+    assert (after[touched] - before[touched]).abs().max() > 1e-3
+    assert torch.equal(after[left], before[left])
+    assert probe(model).ok
+    assert str(describe(patch_model(model, scheme, stack=stack, **params))) == described
+    model.save_pretrained(tmp_path)
+    again = from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(states(again), after, strict=True))
+    assert str(describe(again)) == described
+    unpatch_model(model)
+    assert all(torch.equal(a, b) for a, b in zip(states(model), before, strict=True))
+    assert list(model.state_dict()) == names
+    assert {k: v for k, v in model.config.to_dict().items() if k not in ("architectures", "dtype")} == {
+        k: v for k, v in config.items() if k not in ("architectures", "dtype")
+    }
+
+
+def test_both_stacks_are_described_and_both_is_no_choice():
+    model = bart()
+    lines = [line for line in str(describe(model)).splitlines() if "embed" in line]
+    assert [line.split(":")[0].split()[-1] for line in lines] == ["encoder", "decoder"]
+    whole, named = patch_model(bart(), "nope"), patch_model(bart(), "nope", stack="both")
+    assert all(torch.equal(a, b) for a, b in zip(states(whole), states(named), strict=True))
+    assert "stack" not in named.config.posswap
+
+
+def test_a_decoder_alone_takes_what_is_for_causal_models():
+    model = bart()
+    before = states(model)
+    with pytest.raises(PosSwapError, match="for causal models"):
+        patch_model(model, "xpos", scale_base=16)
+    patch_model(model, "xpos", stack="decoder", scale_base=16)
+    after = states(model)
+    assert torch.equal(after[0], before[0])
+    assert (after[1] - before[1]).abs().max() > 1e-4
+
+
+def test_longer_tables_in_both_stacks():
+    model = patch_model(bart(), "learned", max_positions=80)
+    assert torch.isfinite(run(model, tokens(2, 70), tokens(2, 60, seed=1))).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (bart, {"scheme": "nope", "stack": "both sides"}, r"stack='both sides' is unknown; did you mean 'both'"),
+        (bart, {"scheme": "nope", "stack": "encode"}, r"did you mean 'encoder'"),
+        (
+            bart,
+            {"scheme": "learned", "max_positions": 80, "stack": "encoder"},
+            r"one config key says the length of both",
+        ),
+        (bart, {"scheme": "sinusoidal", "combine": "concat"}, r"combine='concat' is for models of one stack"),
+        (
+            FAMILIES["llama"].build,
+            {"scheme": "nope", "stack": "decoder"},
+            r"LlamaForCausalLM has one stack; leave it out",
+        ),
+    ],
+)
+def test_stacks_that_make_no_sense(make, arguments, message):
+    model = make()
+    before = model.config.to_dict()
+    with pytest.raises(PosSwapError, match=message):
+        patch_model(model, **arguments)
+    assert model.config.to_dict() == before

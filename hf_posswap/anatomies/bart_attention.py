@@ -5,6 +5,12 @@ from operator import attrgetter
 from ..anatomy import AttentionDeclaration
 from ..errors import PosSwapError
 
+BART_USES = """
+EncoderDecoderCache ValueError bmm cat cross_attention_cache device dropout dtype embed_dim expand finfo float16 float32
+full functional get head_dim is_updated isinstance k_proj keys layer_idx layers max min nn num_heads out_proj q_proj
+reshape scaling self_attention_cache shape size softmax to torch training transpose update v_proj values view zeros
+"""
+
 
 def _project(module, call):
     if call.get("attn_prompt") is not None:
@@ -26,52 +32,5 @@ ATTENTION = AttentionDeclaration(
     dropout=attrgetter("dropout"),
     cache="past_key_values",
     causal=attrgetter("is_decoder"),
-    does=frozenset(
-        [
-            "EncoderDecoderCache",
-            "ValueError",
-            "bmm",
-            "cat",
-            "cross_attention_cache",
-            "device",
-            "dropout",
-            "dtype",
-            "embed_dim",
-            "expand",
-            "finfo",
-            "float16",
-            "float32",
-            "full",
-            "functional",
-            "get",
-            "head_dim",
-            "is_updated",
-            "isinstance",
-            "k_proj",
-            "keys",
-            "layer_idx",
-            "layers",
-            "max",
-            "min",
-            "nn",
-            "num_heads",
-            "out_proj",
-            "q_proj",
-            "reshape",
-            "scaling",
-            "self_attention_cache",
-            "shape",
-            "size",
-            "softmax",
-            "to",
-            "torch",
-            "training",
-            "transpose",
-            "update",
-            "v_proj",
-            "values",
-            "view",
-            "zeros",
-        ]
-    ),
+    does=frozenset(BART_USES.split()),
 )

@@ -4,6 +4,12 @@ from operator import attrgetter
 
 from ..anatomy import AttentionDeclaration
 
+BERT_USES = """
+EncoderDecoderCache all_head_size attention_head_size contiguous cross_attention_cache dropout functional get is_decoder
+is_updated isinstance key keys layer_idx layers math matmul nn permute query self_attention_cache shape size softmax
+sqrt torch transpose update value values view
+"""
+
 
 def _project(module, call):
     shape = (module.num_attention_heads, module.attention_head_size)
@@ -20,46 +26,12 @@ def _scaling(module):
 
 
 ATTENTION = AttentionDeclaration(
-    holds=("query", "key", "value", "all_head_size", "attention_head_size"),
+    holds=("query", "key", "value", "all_head_size", "attention_head_size", "is_decoder"),
     project=_project,
     finish=_finish,
     scaling=_scaling,
     dropout=attrgetter("dropout.p"),
     cache="past_key_values",
     causal=attrgetter("is_decoder"),
-    does=frozenset(
-        [
-            "EncoderDecoderCache",
-            "all_head_size",
-            "attention_head_size",
-            "contiguous",
-            "cross_attention_cache",
-            "dropout",
-            "functional",
-            "get",
-            "is_decoder",
-            "is_updated",
-            "isinstance",
-            "key",
-            "keys",
-            "layer_idx",
-            "layers",
-            "math",
-            "matmul",
-            "nn",
-            "permute",
-            "query",
-            "self_attention_cache",
-            "shape",
-            "size",
-            "softmax",
-            "sqrt",
-            "torch",
-            "transpose",
-            "update",
-            "value",
-            "values",
-            "view",
-        ]
-    ),
+    does=frozenset(BERT_USES.split()),
 )

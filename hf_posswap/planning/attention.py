@@ -118,9 +118,10 @@ def _stacks(new: Plan, found: dict[str, nn.Module], own: dict[nn.Module, Attenti
     model = new.anatomy.model
     causal = {path: is_causal(module, own.get(module)) for path, module in found.items()}
     if len({*causal.values()}) == 1:
-        path = next((p for p, m in model.named_modules() if m is model.base_model), "")
+        root = getattr(model, f"get_{new.anatomy.stack}")() if new.anatomy.stack else model.base_model
+        path = next((p for p, m in model.named_modules() if m is root), "")
         chosen = {p: m for p, m in found.items() if _is_chosen(new, p)}
-        return [Stack(path, model.base_model, chosen, causal.popitem()[1])]
+        return [Stack(path, root, chosen, causal.popitem()[1])]
     stacks = []
     for value in (False, True):
         of_stack = {p: m for p, m in found.items() if causal[p] == value}

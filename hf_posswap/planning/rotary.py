@@ -30,7 +30,7 @@ SCALING_KEYS = frozenset(
 SCALED_TYPES = {"linear": False, "dynamic": False, "yarn": True, "llama3": True, "longrope": True}
 UNSCALED_TYPES = ("default", "proportional")
 # what a model does besides rotating, with a key of rope_parameters and the trained length beside it (Ministral 3)
-BESIDE = frozenset({"llama_4_scaling_beta"})
+READS_LENGTH = frozenset({"llama_4_scaling_beta"})
 
 
 def unscaled(parameters: dict[str, Any], config: Any) -> tuple[dict[str, Any], int]:
@@ -46,7 +46,7 @@ def unscaled(parameters: dict[str, Any], config: Any) -> tuple[dict[str, Any], i
         length = getattr(config, "original_max_position_embeddings", None) or parameters.get(
             "original_max_position_embeddings", length
         )
-    dropped = SCALING_KEYS - ({"original_max_position_embeddings"} if BESIDE & parameters.keys() else set())
+    dropped = SCALING_KEYS - ({"original_max_position_embeddings"} if READS_LENGTH & parameters.keys() else set())
     kept = {k: v for k, v in parameters.items() if k not in dropped}
     return kept | {"rope_type": "default"}, length
 
