@@ -45,7 +45,7 @@ TOLERANCE = 2e-4  # of the largest logit: float32 rounding through a few layers 
 LENGTH = 16
 LAYERS = "layer_types"
 PLAIN = "plain"  # the checkpoint of a model that is not patched
-BATCH = 48  # types that share the two fresh processes of law 7
+BATCH = 22  # types that share the two fresh processes of law 7
 SCHEMES = ("nope", "yarn", "rope", "alibi", "sinusoidal", "learned")
 
 
