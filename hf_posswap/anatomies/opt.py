@@ -11,7 +11,8 @@ def _fits(owner, config) -> bool:
     table = owner.embed_positions
     if not isinstance(table, nn.Embedding) or hasattr(table, "create_weight") or hasattr(table, "make_weights"):
         return False
-    return table.num_embeddings == config.max_position_embeddings + _reserved(owner)
+    length = getattr(config, "max_position_embeddings", None)  # LED counts those of its stacks apart
+    return length is not None and table.num_embeddings == length + _reserved(owner)
 
 
 def _reserved(owner) -> int:
