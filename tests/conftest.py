@@ -97,3 +97,8 @@ def arguments(tmp_path, texts, own_cache):
         learning_rate=1e-2,
         warmup_steps=2,
     )
+
+
+def pytest_make_parametrize_id(config, val, argname):
+    """Functions by their name: their address differs between the processes that share the tests."""
+    return getattr(val, "__name__", None) if callable(val) else None
