@@ -196,7 +196,7 @@ ONE_STACK = [
 ]
 
 
-@pytest.mark.parametrize(("make", "scheme", "params"), ONE_STACK, ids=str)
+@pytest.mark.parametrize(("make", "scheme", "params"), ONE_STACK)
 @pytest.mark.parametrize("stack", ["encoder", "decoder"])
 def test_one_stack_takes_it_and_the_other_keeps_what_it_has(make, scheme, params, stack, tmp_path):
     model = make()
