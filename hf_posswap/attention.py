@@ -305,6 +305,8 @@ def reroute(module: nn.Module, *args: Any, declaration: AttentionDeclaration, na
     if cache is not None:
         key, value = cache.update(key, value, module.layer_idx)
     if declaration.causal(module):
+        if mask is None:  # Megatron-BERT as a decoder before transformers 5.23: it looks both ways
+            raise PosSwapError(f"{type(module).__name__} is a decoder's and was given no mask; it is not causal here")
         if mask.dtype == torch.bool:  # true where hidden
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, torch.finfo(query.dtype).min)
         positions = ((mask == 0).sum(-1)[:, 0] - 1).clamp(min=0)
