@@ -121,6 +121,11 @@ class TableDeclaration:
     patch: Callable[[nn.Module], tuple[int, int]] | None = None
 
 
+def always(module: nn.Module) -> bool:
+    """A lambda could not be pickled with the model that it is bound to."""
+    return True
+
+
 @dataclass(frozen=True)
 class AttentionDeclaration:
     """A family whose attention does not call transformers' attention interface, in terms of its own modules.
@@ -141,7 +146,7 @@ class AttentionDeclaration:
     scaling: Callable[[nn.Module], float]
     dropout: Callable[[nn.Module], float]
     cache: str | None = None
-    causal: Callable[[nn.Module], bool] = lambda module: True
+    causal: Callable[[nn.Module], bool] = always
     groups: Callable[[nn.Module], int] | None = None
     alibi: bool | str = False
     off: Mapping[str, Any] = field(default_factory=dict)

@@ -11,6 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 import transformers
+from accelerate.state import AcceleratorState
 
 from .deprecations import Deprecations
 
@@ -26,6 +27,13 @@ def deprecations():
     with heard.heard():
         yield
     assert heard.seen == []
+
+
+@pytest.fixture(autouse=True)
+def processes():
+    """accelerate keeps one state for a process; the next test may ask for another precision."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def by_id(rows):

@@ -22,11 +22,15 @@ def _dropout(module):
     return module.dropout.p
 
 
+def _causal(module):
+    return False
+
+
 ATTENTION = AttentionDeclaration(
     holds=("q", "k", "v", "o", "attention_head_size"),
     project=_project,
     finish=_finish,
     scaling=_scaling,
     dropout=_dropout,
-    causal=lambda module: False,
+    causal=_causal,
 )
