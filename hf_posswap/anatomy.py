@@ -11,6 +11,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -154,7 +155,8 @@ class AttentionDeclaration:
 
     def fits(self, module: nn.Module) -> bool:
         """Whether this is an attention module of the family."""
-        if not all(hasattr(module, name) for name in self.holds):
+        holds = held(module)
+        if any(name not in holds for name in self.holds):
             return False
         code = inspect.unwrap(type(module).forward).__code__
         return self.does is None or self.does.issuperset(code.co_names)
@@ -215,18 +217,17 @@ class Anatomy:
         """(path, module) of the text stack and what is around it, without vision towers and other parts whose config
         neither is nor holds the text's.
         """
-        others: tuple[str, ...] = ()
+        own, foreign, others = self.config, {id(None): False}, ()
         root = None if self.stack is None else getattr(self.model, f"get_{self.stack}")()
         inside = None if root is None else {id(module) for module in root.modules()}
         for path, module in self.model.named_modules():
             if inside is not None and id(module) not in inside:
                 continue
-            config = getattr(module, "config", None)
-            if isinstance(config, type(self.config)) or not hasattr(config, "get_text_config"):
-                foreign = False
-            else:
-                foreign = config.get_text_config() is not self.config
-            others += (f"{path}.",) if foreign else ()
+            config = vars(module).get("config")
+            if id(config) not in foreign:
+                holds = not isinstance(config, type(own)) and hasattr(config, "get_text_config")
+                foreign[id(config)] = holds and config.get_text_config() is not own
+            others += (f"{path}.",) if foreign[id(config)] else ()
             if not f"{path}.".startswith(others):
                 yield path, module
 
@@ -295,12 +296,17 @@ def find_sites(model: PreTrainedModel) -> Anatomy:
     return Anatomy(model, find_rotary(model), find_tables(model), find_bias(model), find_fixed(model))
 
 
+def held(module: nn.Module) -> ChainMap[str, Any]:
+    """What a module itself holds, by name: `getattr` takes long to find that there is nothing."""
+    return ChainMap(vars(module), module._parameters, module._modules)
+
+
 def follows_rotary_contract(module: nn.Module) -> bool:
     """Whether a module is one of transformers' rotary modules: buffers, default function and config."""
-    parameters = getattr(getattr(module, "config", None), "rope_parameters", None)
-    if not isinstance(parameters, dict) or not hasattr(module, "compute_default_rope_parameters"):
+    if not any(name.endswith("original_inv_freq") for name in module._buffers):
         return False
-    return any(name.endswith("original_inv_freq") for name in module._buffers)
+    parameters = getattr(getattr(module, "config", None), "rope_parameters", None)
+    return isinstance(parameters, dict) and hasattr(module, "compute_default_rope_parameters")
 
 
 def find_rotary(model: PreTrainedModel) -> RotarySite | None:
@@ -337,8 +343,9 @@ def find_tables(model: PreTrainedModel) -> tuple[TableSite, ...]:
     found = [
         _table_site(model, path, owner, declaration)
         for path, owner in Anatomy(model).text_modules()
+        for holds in (held(owner),)
         for declaration in declared("TABLE")
-        if isinstance(getattr(owner, declaration.attribute, None), (nn.Embedding, nn.Parameter))
+        if isinstance(holds.get(declaration.attribute), (nn.Embedding, nn.Parameter))
         and declaration.fits(owner, text_config(model))
     ]
     stacks = [id(getattr(model, f"get_{stack}")()) for stack in STACKS] if model.config.is_encoder_decoder else ()
@@ -367,12 +374,12 @@ def find_fixed(model: PreTrainedModel) -> dict[str, nn.Module]:
 
     RoFormer has the same module and rotates with it: there its output is no vector, and it is not among these.
     """
-    if any(hasattr(module, "apply_rotary_position_embeddings") for module in model.modules()):
+    if any(hasattr(type(module), "apply_rotary_position_embeddings") for module in model.modules()):
         return {}
     return {
         path: module
         for path, module in Anatomy(model).text_modules()
-        if hasattr(module, "create_weight") or hasattr(module, "make_weights")
+        if hasattr(type(module), "create_weight") or hasattr(type(module), "make_weights")
     }
 
 
@@ -380,7 +387,7 @@ def find_bias(model: PreTrainedModel) -> BiasSite | None:
     tables = {
         f"{path}.relative_attention_bias": module.relative_attention_bias
         for path, module in model.named_modules()
-        if isinstance(getattr(module, "relative_attention_bias", None), nn.Embedding)
+        if isinstance(held(module).get("relative_attention_bias"), nn.Embedding)
     }
     if tables:
         return BiasSite(tables)
@@ -467,7 +474,7 @@ def _refuse_unexplained(anatomy: Anatomy) -> None:
     for path, module in anatomy.text_modules():
         if isinstance(module, nn.Embedding) and id(module) not in known:
             raise PosSwapError(f"{kind(model)} holds another table at {path} whose part in its positions is unknown")
-        if hasattr(module, "relative_position_bias_table"):
+        if "relative_position_bias_table" in held(module):
             raise PosSwapError(f"{kind(model)} has a bias of two dimensions at {path} too, which is not swapped")
     for path, parameter in model.named_parameters():
         same = [table for table in anatomy.tables if table.grid and parameter.shape[-2:] == table.rows.shape]
