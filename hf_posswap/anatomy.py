@@ -11,8 +11,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
-from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, KeysView, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -141,7 +140,7 @@ class AttentionDeclaration:
     same attributes and compute otherwise; None: not looked at.
     """
 
-    holds: tuple[str, ...]
+    holds: frozenset[str]
     project: Callable[[nn.Module, Mapping[str, Any]], tuple[Tensor, Tensor, Tensor]]
     finish: Callable[[nn.Module, Tensor, Mapping[str, Any]], Tensor]
     scaling: Callable[[nn.Module], float]
@@ -153,10 +152,9 @@ class AttentionDeclaration:
     off: Mapping[str, Any] = field(default_factory=dict)
     does: frozenset[str] | None = None
 
-    def fits(self, module: nn.Module) -> bool:
-        """Whether this is an attention module of the family."""
-        holds = held(module)
-        if any(name not in holds for name in self.holds):
+    def fits(self, module: nn.Module, held: KeysView[str]) -> bool:
+        """Whether this is an attention module of the family; `held`: the names of what it holds."""
+        if not held >= self.holds:
             return False
         code = inspect.unwrap(type(module).forward).__code__
         return self.does is None or self.does.issuperset(code.co_names)
@@ -296,9 +294,9 @@ def find_sites(model: PreTrainedModel) -> Anatomy:
     return Anatomy(model, find_rotary(model), find_tables(model), find_bias(model), find_fixed(model))
 
 
-def held(module: nn.Module) -> ChainMap[str, Any]:
+def held(module: nn.Module) -> dict[str, Any]:
     """What a module itself holds, by name: `getattr` takes long to find that there is nothing."""
-    return ChainMap(vars(module), module._parameters, module._modules)
+    return vars(module) | module._parameters | module._modules
 
 
 def follows_rotary_contract(module: nn.Module) -> bool:
@@ -343,9 +341,9 @@ def find_tables(model: PreTrainedModel) -> tuple[TableSite, ...]:
     found = [
         _table_site(model, path, owner, declaration)
         for path, owner in Anatomy(model).text_modules()
-        for holds in (held(owner),)
         for declaration in declared("TABLE")
-        if isinstance(holds.get(declaration.attribute), (nn.Embedding, nn.Parameter))
+        if declaration.attribute in owner._parameters or declaration.attribute in owner._modules
+        if isinstance(getattr(owner, declaration.attribute), (nn.Embedding, nn.Parameter))
         and declaration.fits(owner, text_config(model))
     ]
     stacks = [id(getattr(model, f"get_{stack}")()) for stack in STACKS] if model.config.is_encoder_decoder else ()
@@ -374,20 +372,18 @@ def find_fixed(model: PreTrainedModel) -> dict[str, nn.Module]:
 
     RoFormer has the same module and rotates with it: there its output is no vector, and it is not among these.
     """
-    if any(hasattr(type(module), "apply_rotary_position_embeddings") for module in model.modules()):
+    types = {type(module) for module in model.modules()}
+    making = {one for one in types if hasattr(one, "create_weight") or hasattr(one, "make_weights")}
+    if not making or any(hasattr(one, "apply_rotary_position_embeddings") for one in types):
         return {}
-    return {
-        path: module
-        for path, module in Anatomy(model).text_modules()
-        if hasattr(type(module), "create_weight") or hasattr(type(module), "make_weights")
-    }
+    return {path: module for path, module in Anatomy(model).text_modules() if type(module) in making}
 
 
 def find_bias(model: PreTrainedModel) -> BiasSite | None:
     tables = {
         f"{path}.relative_attention_bias": module.relative_attention_bias
         for path, module in model.named_modules()
-        if isinstance(held(module).get("relative_attention_bias"), nn.Embedding)
+        if isinstance(module._modules.get("relative_attention_bias"), nn.Embedding)
     }
     if tables:
         return BiasSite(tables)
@@ -403,8 +399,9 @@ def own_attention(model: PreTrainedModel) -> dict[nn.Module, AttentionDeclaratio
     return {
         module: declaration
         for module in model.modules()
+        for holds in (held(module).keys(),)
         for declaration in declared("ATTENTION")
-        if declaration.fits(module)
+        if declaration.fits(module, holds)
     }
 
 
@@ -474,7 +471,7 @@ def _refuse_unexplained(anatomy: Anatomy) -> None:
     for path, module in anatomy.text_modules():
         if isinstance(module, nn.Embedding) and id(module) not in known:
             raise PosSwapError(f"{kind(model)} holds another table at {path} whose part in its positions is unknown")
-        if "relative_position_bias_table" in held(module):
+        if "relative_position_bias_table" in module._parameters:
             raise PosSwapError(f"{kind(model)} has a bias of two dimensions at {path} too, which is not swapped")
     for path, parameter in model.named_parameters():
         same = [table for table in anatomy.tables if table.grid and parameter.shape[-2:] == table.rows.shape]

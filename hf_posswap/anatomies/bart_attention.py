@@ -25,7 +25,7 @@ def _finish(module, output, call):
 
 
 ATTENTION = AttentionDeclaration(
-    holds=("q_proj", "k_proj", "v_proj", "out_proj", "embed_dim", "head_dim", "num_heads", "is_decoder"),
+    holds=frozenset({"q_proj", "k_proj", "v_proj", "out_proj", "embed_dim", "head_dim", "num_heads", "is_decoder"}),
     project=_project,
     finish=_finish,
     scaling=attrgetter("scaling"),

@@ -26,7 +26,7 @@ def _scaling(module):
 
 
 ATTENTION = AttentionDeclaration(
-    holds=("query", "key", "value", "all_head_size", "attention_head_size", "is_decoder"),
+    holds=frozenset({"query", "key", "value", "all_head_size", "attention_head_size", "is_decoder"}),
     project=_project,
     finish=_finish,
     scaling=_scaling,

@@ -20,7 +20,7 @@ def _dropout(module):
 
 
 ATTENTION = AttentionDeclaration(
-    holds=("query_key_value", "slow_but_exact"),
+    holds=frozenset({"query_key_value", "slow_but_exact"}),
     project=_project,
     finish=_finish,
     scaling=attrgetter("inv_norm_factor"),

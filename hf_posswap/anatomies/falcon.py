@@ -28,7 +28,7 @@ def _groups(module):
 
 
 ATTENTION = AttentionDeclaration(
-    holds=("query_key_value", "new_decoder_architecture"),
+    holds=frozenset({"query_key_value", "new_decoder_architecture"}),
     project=_project,
     finish=_finish,
     scaling=attrgetter("inv_norm_factor"),

@@ -27,7 +27,7 @@ def _causal(module):
 
 
 ATTENTION = AttentionDeclaration(
-    holds=("q", "k", "v", "o", "attention_head_size"),
+    holds=frozenset({"q", "k", "v", "o", "attention_head_size"}),
     project=_project,
     finish=_finish,
     scaling=_scaling,

@@ -21,7 +21,7 @@ def _dropout(module):
 
 
 ATTENTION = AttentionDeclaration(
-    holds=("Wqkv", "softmax_scale"),
+    holds=frozenset({"Wqkv", "softmax_scale"}),
     project=_project,
     finish=_finish,
     scaling=attrgetter("softmax_scale"),
