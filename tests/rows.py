@@ -21,9 +21,9 @@ class Row:
 
     native: stock transformers reloads it. undoable: an undo survives a reload. length: tokens at which the effect
     is looked for. exact_cache: decode equals a full forward. static: no frequency depends on the length. compiles:
-    to one graph, where it is static. recalibrate: warns. keeps_table: a learned table stays as it was. starts_as: the
-    (scheme, params) whose function it begins with, UNPATCHED the model's own. flex: checked
-    on FlexAttention too (seconds to compile). layers: those that take it.
+    to one graph, where it is static. static_cache: the model decodes with one. recalibrate: warns. keeps_table: a
+    learned table stays as it was. starts_as: the (scheme, params) whose function it begins with, UNPATCHED the model's
+    own. flex: checked on FlexAttention too (seconds to compile). layers: those that take it.
     """
 
     scheme: str
@@ -35,6 +35,7 @@ class Row:
     exact_cache: bool = True
     static: bool = True
     compiles: bool = True
+    static_cache: bool = True
     recalibrate: bool = False
     keeps_table: bool = False
     starts_as: tuple[str, dict[str, Any]] | None = None
@@ -304,7 +305,7 @@ LAYER_ROWS = [
     *[Row("nope", family, layers=(1,), **SOME) for family in ("llama", "gemma3", "gpt_neox", "qwen2_vl", "llama4")],
     Row("nope", "deepseek_v2", layers=(0,), **SOME),
     Row("alibi", "modernbert", layers=(0,), **SOME),
-    Row("nope", "bloom", layers=(0,), **SOME),
+    Row("nope", "bloom", layers=(0,), static_cache=Version(transformers.__version__) >= Version("5.23"), **SOME),
     Row("alibi", "llama", layers=(1,), **SOME),
     Row("t5", "gemma3", {"per_layer": True}, layers=(0,), **SOME),
     Row("xpos", "gpt_neox", {"scale_base": 16}, layers=(0,), **SOME),
