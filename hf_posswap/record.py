@@ -11,7 +11,7 @@ from typing import Any
 from .errors import PosSwapError, nearest
 
 KEY = "posswap"
-VERSION = 1
+VERSION = 1  # hf_posswap 0.N is the first to write version N
 DIGEST = "digest"
 FIT = "fit"  # in `measured`: how well parameters fit that were chosen on text, see `profile.Fit`
 NATIVE, PORTABLE = "native", "portable"
@@ -60,7 +60,9 @@ class Record:
             raise PosSwapError(f"{KEY}={data!r} in the config is not a record")
         version = data.get("version")
         if isinstance(version, int) and version > VERSION:
-            raise PosSwapError(f"{KEY}.version={version} was written by a newer hf_posswap; upgrade to read it")
+            raise PosSwapError(
+                f"{KEY}.version={version} was written by a newer hf_posswap; install 'hf_posswap>=0.{version}' to read it"
+            )
         known = {f.name for f in fields(Record)} | {DIGEST}
         for key in data:
             if key not in known:

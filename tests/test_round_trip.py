@@ -212,6 +212,15 @@ def test_broken_record_is_refused(fault: str, tmp_path: Path):
         from_pretrained(tmp_path)
 
 
+def test_record_from_the_future_says_what_to_install(tmp_path: Path):
+    patch_model(FAMILIES["llama"].build(), "yarn", factor=4).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["posswap"]["version"] = 3
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PosSwapError, match=r"version=3 .* install 'hf_posswap>=0\.3'"):
+        from_pretrained(tmp_path)
+
+
 def test_loader_runs_no_code_of_a_checkpoint(tmp_path: Path):
     patch_model(FAMILIES["llama"].build(), "yarn", factor=4).save_pretrained(tmp_path)
     with pytest.raises(PosSwapError, match="never runs code"):
