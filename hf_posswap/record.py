@@ -61,7 +61,8 @@ class Record:
         version = data.get("version")
         if isinstance(version, int) and version > VERSION:
             raise PosSwapError(
-                f"{KEY}.version={version} was written by a newer hf_posswap; install 'hf_posswap>=0.{version}' to read it"
+                f"{KEY}.version={version} was written by a newer hf_posswap; "
+                f"install 'hf_posswap>=0.{version}' to read it"
             )
         known = {f.name for f in fields(Record)} | {DIGEST}
         for key in data:
