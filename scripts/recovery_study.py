@@ -278,18 +278,9 @@ class Subject:
 
     def calibration(self, seed: int) -> list[Any]:
         """FIT_TOKENS of training text, in batches."""
-        import torch
+        from hf_posswap.training.data import calibration
 
-        rows = self.blocks(self.training(Cell(self.name, "", "", seed), "", 1))
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
-        chosen = order[: FIT_TOKENS // self.length].tolist()
-        return list(torch.stack([torch.from_numpy(rows[i][0]) for i in chosen]).split(8))
-
-    def blocks(self, arguments: Any) -> Any:
-        from hf_posswap.training.data import read_documents, tokenize
-        from hf_posswap.training.packing import Blocks
-
-        return Blocks(tokenize(read_documents(arguments), self.tokenizer), arguments.block_size)
+        return calibration(self.training(Cell(self.name, "", "", seed), "", 1), self.tokenizer, self.length, FIT_TOKENS)
 
     def training(self, cell: Cell, folder: str, steps: int) -> Any:
         from hf_posswap.evaluation.recovery import SCRATCH
