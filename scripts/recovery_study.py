@@ -326,8 +326,12 @@ class Subject:
         """At the trained length, all tokens."""
         return self._loss(model, *self.windows(self.length, self.length - 1))
 
-    def loss_at(self, model: Any, length: int) -> float:
-        """Of the last half of the trained length, with more and more text before it."""
+    def loss_at(self, model: Any, length: int) -> float | None:
+        """Of the last half of the trained length, with more and more text before it; None beyond a table's end."""
+        from hf_posswap.evaluation.subjects import accepted_length
+
+        if length > (accepted_length(model) or length):
+            return None
         return self._loss(model, *self.windows(length, self.length // 2))
 
     def _loss(self, model: Any, ids: Any, labels: Any) -> float:
