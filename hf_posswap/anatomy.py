@@ -11,7 +11,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, KeysView, Mapping
+from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import PosSwapError, nearest
+from .heads import always, finished, given_mask, with_weights
 from .sites import BIAS, EMBED, ROTARY
 
 if TYPE_CHECKING:
@@ -121,30 +122,29 @@ class TableDeclaration:
     patch: Callable[[nn.Module], tuple[int, int]] | None = None
 
 
-def always(module: nn.Module) -> bool:
-    """A lambda could not be pickled with the model that it is bound to."""
-    return True
-
-
 @dataclass(frozen=True)
 class AttentionDeclaration:
     """A family whose attention does not call transformers' attention interface, in terms of its own modules.
 
     `holds`: attributes by which an attention module of the family is known. `project(module, call)`: query
     (B, H, S, D), key and value (B, H', S, D) from the arguments of a call of its forward, by name.
-    `finish(module, output, call)`: what the forward makes of the attention output (B, S, H D). `scaling(module)`
-    multiplies the logits; `dropout(module)` is its probability; `groups(module)`: H / H', 1 where None; `cache`: the
-    argument that is the cache, if there is one. `causal(module)`: keys never follow queries. `alibi`: whether each
-    layer adds it by itself, or the key of the config that says whether the stack adds it for all. `off`: what the
-    attributes of that stack are without it. `does`: every name that the forward of a module uses, where others hold the
-    same attributes and compute otherwise; None: not looked at.
+    `finish(module, output, call)`: what the forward makes of the attention output (B, S, H D), and
+    `returns(module, output, weights)` what it returns. `mask(module, call)`: a tensor (B, 1, Q, K) or none, as
+    `given_mask` says. `scaling(module)` multiplies the logits, D**-0.5 where None; `dropout(module)` is its
+    probability; `groups(module)`: H / H', 1 where None; `cache`: the argument that is the cache, if there is one.
+    `causal(module)`: keys never follow queries. `alibi`: whether each layer adds it by itself, or the key of the config
+    that says whether the stack adds it for all. `off`: what the attributes of that stack are without it. `does`: every
+    name that the forward of a module uses, where others hold the same attributes and compute otherwise; None: not
+    looked at.
     """
 
     holds: frozenset[str]
-    project: Callable[[nn.Module, Mapping[str, Any]], tuple[Tensor, Tensor, Tensor]]
-    finish: Callable[[nn.Module, Tensor, Mapping[str, Any]], Tensor]
-    scaling: Callable[[nn.Module], float]
+    project: Callable[[nn.Module, Mapping[str, Any]], Sequence[Tensor]]
     dropout: Callable[[nn.Module], float]
+    finish: Callable[[nn.Module, Tensor, Mapping[str, Any]], Any] = finished
+    returns: Callable[[nn.Module, Any, Tensor | None], Any] = with_weights
+    mask: Callable[[nn.Module, Mapping[str, Any]], Tensor | None] = given_mask
+    scaling: Callable[[nn.Module], float] | None = None
     cache: str | None = None
     causal: Callable[[nn.Module], bool] = always
     groups: Callable[[nn.Module], int] | None = None
