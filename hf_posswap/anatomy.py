@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 
 STACKS = ("encoder", "decoder")
+# Tables by relative distance, by what their owners call them: T5's holds biases, DeBERTa's vectors that meet q and k
+RELATIVE = {"relative_attention_bias": "t5", "rel_embeddings": "disentangled"}
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,8 @@ class TableSite:
 
 @dataclass(frozen=True)
 class BiasSite:
-    """Biases per relative distance: learned ones, nn.Embedding each (path -> module), as T5 and MPNet have them, or
-    the ALiBi of a declared family, which holds no numbers. `shared`: layers cannot have them apart.
+    """Biases per relative distance: learned ones, nn.Embedding each (path -> module), as T5, MPNet and DeBERTa have
+    them, or the ALiBi of a declared family, which holds no numbers. `shared`: layers cannot have them apart.
     """
 
     tables: dict[str, nn.Embedding]
@@ -135,7 +137,7 @@ class AttentionDeclaration:
     `causal(module)`: keys never follow queries. `alibi`: whether each layer adds it by itself, or the key of the config
     that says whether the stack adds it for all. `off`: what the attributes of that stack are without it. `does`: every
     name that the forward of a module uses, where others hold the same attributes and compute otherwise; None: not
-    looked at.
+    looked at. `when(module)`: whether it is set to compute so. `layer`: its name for the layer's index in the cache.
     """
 
     holds: frozenset[str]
@@ -151,13 +153,26 @@ class AttentionDeclaration:
     alibi: bool | str = False
     off: Mapping[str, Any] = field(default_factory=dict)
     does: frozenset[str] | None = None
+    when: Callable[[nn.Module], bool] = always
+    layer: str = "layer_idx"
 
     def fits(self, module: nn.Module, held: KeysView[str]) -> bool:
         """Whether this is an attention module of the family; `held`: the names of what it holds."""
-        if not held >= self.holds:
+        if not (held >= self.holds and self.when(module)):
             return False
         code = inspect.unwrap(type(module).forward).__code__
         return self.does is None or self.does.issuperset(code.co_names)
+
+
+@dataclass(frozen=True)
+class MixingDeclaration:
+    """A family whose tokens reach each other without a logit for each query and key, where a scheme inside attention
+    could act. `holds`, `when`: as in AttentionDeclaration. `how`: what they do instead, after "its tokens".
+    """
+
+    holds: frozenset[str]
+    how: str
+    when: Callable[[nn.Module], bool] = always
 
 
 @dataclass(frozen=True)
@@ -380,13 +395,14 @@ def find_fixed(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def find_bias(model: PreTrainedModel) -> BiasSite | None:
-    tables = {
-        f"{path}.relative_attention_bias": module.relative_attention_bias
-        for path, module in model.named_modules()
-        if isinstance(module._modules.get("relative_attention_bias"), nn.Embedding)
-    }
-    if tables:
-        return BiasSite(tables)
+    for attribute, name in RELATIVE.items():
+        tables = {
+            f"{path}.{attribute}": module._modules[attribute]
+            for path, module in model.named_modules()
+            if isinstance(module._modules.get(attribute), nn.Embedding)
+        }
+        if tables:
+            return BiasSite(tables, name)
     own = next(iter(own_attention(model).values()), None)
     has = own is not None and (getattr(text_config(model), own.alibi) if isinstance(own.alibi, str) else own.alibi)
     if not has:
@@ -405,9 +421,21 @@ def own_attention(model: PreTrainedModel) -> dict[nn.Module, AttentionDeclaratio
     }
 
 
+def mixing(model: PreTrainedModel) -> str | None:
+    """How the tokens of a model reach each other where no query and key have a logit; None where they have."""
+    found = (
+        declaration.how
+        for module in model.modules()
+        for declarations in declared("MIXING")
+        for declaration in declarations
+        if held(module).keys() >= declaration.holds and declaration.when(module)
+    )
+    return next(found, None)
+
+
 @cache
 def declared(name: str) -> tuple[Any, ...]:
-    """Every TABLE, or every ATTENTION, in `anatomies/`."""
+    """Every TABLE, ATTENTION or MIXING (of several families) in `anatomies/`."""
     from . import anatomies
 
     files = pkgutil.iter_modules(anatomies.__path__)

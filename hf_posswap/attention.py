@@ -220,7 +220,7 @@ def hand_places(
     query = own.get_query_offset(module.layer_idx)
     if isinstance(query, Tensor):
         query = query.clone()  # a static cache counts on in place
-    key = own.get_mask_sizes(call["hidden_states"].shape[1], module.layer_idx)[1]
+    key = own.get_mask_sizes(call[names[0]].shape[1], module.layer_idx)[1]
     if attached.rotation is not None:
         rotated = RotatedKeys(own, attached, query)
         if own is not cache:

@@ -163,5 +163,5 @@ def without_positions(
         zeros = torch.zeros_like(call[argument])
     else:
         inputs = call["inputs_embeds"] if call.get("input_ids") is None else call["input_ids"]
-        zeros = torch.zeros(1, inputs.shape[1], dtype=torch.long, device=inputs.device)
+        zeros = torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
     return with_argument(names, args, kwargs, argument, zeros)

@@ -56,6 +56,8 @@ BOTH = ["sliding_attention", "full_attention"]
 # What capping cannot guess, by the model type of the config (or of the nested config) that has the fields.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
+    "big_bird": {"attention_type": "original_full"},
+    "bigbird_pegasus": {"attention_type": "original_full"},
     "blt": {"use_cache": False},  # its cache asks BltConfig for a num_hidden_layers that it does not have
     "cohere_compass_text": {
         "layer_types": BOTH,

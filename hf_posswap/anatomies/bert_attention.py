@@ -1,4 +1,4 @@
-"""Megatron-BERT, RemBERT, TAPAS: BERT's attention as it was before transformers' attention interface."""
+"""Megatron-BERT, RemBERT, TAPAS, BigBird: BERT's attention as it was before transformers' attention interface."""
 
 from functools import partial
 from operator import attrgetter
@@ -7,9 +7,9 @@ from ..anatomy import AttentionDeclaration
 from ..heads import project_apart
 
 BERT_USES = """
-EncoderDecoderCache all_head_size attention_head_size contiguous cross_attention_cache dropout functional get is_decoder
-is_updated isinstance key keys layer_idx layers math matmul nn permute query self_attention_cache shape size softmax
-sqrt torch transpose update value values view
+EncoderDecoderCache all_head_size attention_head_size contiguous cross_attention_cache dropout functional get
+get_seq_length is_decoder is_updated isinstance key keys layer_idx layers math matmul nn permute query
+self_attention_cache shape size softmax sqrt torch transpose update value values view
 """
 ATTENTION = AttentionDeclaration(
     holds=frozenset({"query", "key", "value", "all_head_size", "attention_head_size", "is_decoder"}),

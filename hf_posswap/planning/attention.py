@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from .. import attention, parts
-from ..anatomy import AttentionDeclaration, TableSite, kind, own_attention, text_config
+from ..anatomy import STACKS, AttentionDeclaration, TableSite, kind, mixing, own_attention, text_config
 from ..edits import Hook, Replace
 from ..errors import PosSwapError
 from ..record import PORTABLE
@@ -28,6 +28,7 @@ CROSS = frozenset({"crossattention", "cross_attn", "cross_attention", "encoder_a
 LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions")
 # rope types whose frequencies change with the longest position of a call
 VARYING = frozenset({"dynamic", "longrope"})
+WHOLE = "original_full"  # what BigBird calls an attention of all tokens to all
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def find_attention(new: Plan, scheme: Scheme) -> AttentionSite:
         raise PosSwapError(
             f"{scheme.name}: the positions of {kind(model)} are a grid, and {scheme.name} has one dimension"
         )
+    _refuse_sparse(new, scheme)
     own = own_attention(model)
     found = {
         path: module
@@ -73,22 +75,33 @@ def find_attention(new: Plan, scheme: Scheme) -> AttentionSite:
         and getattr(module, "config", config).__class__ is config.__class__
         and not CROSS & {*path.split(".")}
     }
+    how = mixing(model)
+    if how is not None:
+        raise PosSwapError(
+            f"{scheme.name} works on the logit of a query and a key, and {kind(model)} has none: its tokens {how}"
+        )
     if not found:
         raise PosSwapError(
             f"{scheme.name} works inside attention, and {kind(model)} has an attention of its own that does not go "
             "through transformers' attention interface"
         )
     refuse_other_keys(scheme, found)
+    _refuse_half(new, scheme, found)
     first = next(iter(found.values()))
-    if "kwargs" not in inspect.signature(first.forward).parameters:
+    if first not in own and "kwargs" not in inspect.signature(first.forward).parameters:
         raise PosSwapError(f"{scheme.name}: the attention of {kind(model)} takes no further keywords")
-    heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1
+    heads = getattr(first, "num_attention_heads", config.num_attention_heads)  # ConvBERT's config counts others too
+    groups = getattr(config, "num_key_value_heads", None) or 1
     if heads % groups:
         raise PosSwapError(
             f"{scheme.name}: num_attention_heads={heads} of {kind(model)} is not a multiple of its "
             f"num_key_value_heads={groups}"
         )
-    head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads
+    widths = (
+        getattr(first, "attention_head_size", None),
+        *(getattr(config, key, None) for key in ("head_dim", "d_kv")),
+    )
+    head_dim = next((width for width in widths if width), config.hidden_size // heads)
     return AttentionSite(_stacks(new, found, own), own, heads, head_dim)
 
 
@@ -99,6 +112,18 @@ def refuse_other_keys(scheme: Scheme, found: dict[str, nn.Module]) -> None:
             raise PosSwapError(f"{scheme.name}: {path} reads the keys of another layer, whose places it is not told")
         if isinstance(getattr(module, "compressor", None), nn.Module):
             raise PosSwapError(f"{scheme.name}: {path} compresses several tokens into one key, which has no place")
+
+
+def _refuse_half(new: Plan, scheme: Scheme, found: dict[str, nn.Module]) -> None:
+    """Raise where one stack of two has attention within reach, and the other's would get nothing."""
+    model, reached = new.anatomy.model, {id(module) for module in found.values()}
+    if model.config.is_encoder_decoder and new.anatomy.stack is None:
+        for stack in STACKS:
+            if not reached & {id(module) for module in getattr(model, f"get_{stack}")().modules()}:
+                raise PosSwapError(
+                    f"{scheme.name} works inside attention, and that of the {stack} of {kind(model)} does not go "
+                    "through transformers' attention interface"
+                )
 
 
 def _calls_interface(module: nn.Module) -> bool:
@@ -172,6 +197,16 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
     new.length = new.length or length
 
 
+def _refuse_sparse(new: Plan, scheme: Scheme) -> None:
+    """Raise where BigBird and kin exchange attention modules: for sparse ones, or, at a short text, back."""
+    for _, module in new.anatomy.text_modules():
+        if hasattr(module, "set_attention_type") and {module.attention_type, new.text.attention_type} != {WHOLE}:
+            raise PosSwapError(
+                f"{scheme.name}: attention_type={new.text.attention_type!r}: sparse attention of "
+                f"{kind(new.anatomy.model)} has logits of some blocks only; load it with attention_type={WHOLE!r}"
+            )
+
+
 def _attach(new: Plan, stack: Stack, change: BiasChange | None, rotation: Rotation | None) -> None:
     """Edits that attach a change and a rotation to every attention module of a stack, and tell it their places."""
     common = attention.Attached(change, rotation)
@@ -207,6 +242,8 @@ def _reroute(new: Plan, module: nn.Module, declaration: AttentionDeclaration) ->
     new.replace(module, "num_key_value_groups", declaration.groups(module) if declaration.groups else 1)
     if not hasattr(module, "config"):
         new.replace(module, "config", new.text)
+    if declaration.cache is not None:
+        new.replace(module, "layer_idx", getattr(module, declaration.layer))
     stack = new.anatomy.model.base_model
     for name, value in declaration.off.items():
         new.replace(stack, name, value)

@@ -143,6 +143,7 @@ def _resize_around(new: Plan, table: TableSite, change: EmbedChange) -> None:
     for name in table.buffers:
         old = table.owner.get_buffer(name)
         counts = torch.arange(rows) if name == "position_ids" else torch.zeros(rows)
+        counts = counts[table.rows.shape[0] - old.shape[-1] :]  # some leave the reserved rows out
         value = counts.to(old.device, old.dtype).expand(*old.shape[:-1], -1)
         new.replace(table.owner, name, value, owner_path)
     if table.grid is not None:
