@@ -138,6 +138,7 @@ class AttentionDeclaration:
     that says whether the stack adds it for all. `off`: what the attributes of that stack are without it. `does`: every
     name that the forward of a module uses, where others hold the same attributes and compute otherwise; None: not
     looked at. `when(module)`: whether it is set to compute so. `layer`: its name for the layer's index in the cache.
+    `turns(module)`: dimensions R that it turns by itself, in interleaved pairs, which `project` leaves as they are.
     """
 
     holds: frozenset[str]
@@ -155,6 +156,7 @@ class AttentionDeclaration:
     does: frozenset[str] | None = None
     when: Callable[[nn.Module], bool] = always
     layer: str = "layer_idx"
+    turns: Callable[[nn.Module], int] | None = None
 
     def fits(self, module: nn.Module, held: KeysView[str]) -> bool:
         """Whether this is an attention module of the family; `held`: the names of what it holds."""
@@ -181,6 +183,8 @@ class Anatomy:
 
     `tables`: one, or one for each stack of an encoder-decoder model. `fixed`: modules (path -> module) that compute
     sinusoids and whose output is added. `stack`: `encoder` or `decoder` where only what is in there is looked at.
+    `turned`: dimensions that attention modules of a declared family turn by themselves; no site, for no scheme can be
+    put in its place but inside attention.
     """
 
     model: PreTrainedModel
@@ -189,11 +193,17 @@ class Anatomy:
     bias: BiasSite | None = None
     fixed: Mapping[str, nn.Module] = field(default_factory=dict)
     stack: str | None = None
+    turned: int | None = None
 
     @property
     def table(self) -> TableSite | None:
         """The first table: both stacks have one of the same length."""
         return self.tables[0] if self.tables else None
+
+    @property
+    def known(self) -> frozenset[str]:
+        """Where it knows positions."""
+        return self.sites | ({ROTARY} if self.turned else frozenset())
 
     @property
     def sites(self) -> frozenset[str]:
@@ -289,12 +299,12 @@ def examine(model: PreTrainedModel) -> Anatomy:
         hint = f"; patch the model inside first (it seems to be under .{inner}), then wrap it" if inner else ""
         raise PosSwapError(f"model={kind(model)} is not a transformers model{hint}")
     anatomy = find_sites(model)
-    if not anatomy.sites and getattr(model, "_is_stateful", False):  # transformers' mark of a recurrent state
+    if not anatomy.known and getattr(model, "_is_stateful", False):  # transformers' mark of a recurrent state
         raise PosSwapError(
             f"{kind(model)} (model_type {model.config.model_type!r}) has no positions to swap: it knows order by "
             "recurrence"
         )
-    if not anatomy.sites:
+    if not anatomy.known:
         raise PosSwapError(
             f"{kind(model)} (model_type {model.config.model_type!r}) has no site this package recognises: no module "
             "follows transformers' rotary contract, and no table of position vectors matches a declared family"
@@ -306,7 +316,8 @@ def examine(model: PreTrainedModel) -> Anatomy:
 
 def find_sites(model: PreTrainedModel) -> Anatomy:
     """The anatomy of a model, not yet judged."""
-    return Anatomy(model, find_rotary(model), find_tables(model), find_bias(model), find_fixed(model))
+    fixed, turned = find_fixed(model), find_turned(model)
+    return Anatomy(model, find_rotary(model), find_tables(model), find_bias(model), fixed, turned=turned)
 
 
 def held(module: nn.Module) -> dict[str, Any]:
@@ -383,15 +394,23 @@ def _table_site(model: PreTrainedModel, path: str, owner: nn.Module, declaration
 
 
 def find_fixed(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Modules that compute sinusoids to be added: known by the function that makes their numbers.
+    """Modules that compute sinusoids to be added. RoFormer has the same module and rotates with it."""
+    if any(hasattr(one, "apply_rotary_position_embeddings") for one in {type(module) for module in model.modules()}):
+        return {}
+    return sinusoids(model)
 
-    RoFormer has the same module and rotates with it: there its output is no vector, and it is not among these.
-    """
+
+def sinusoids(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Modules that compute sinusoids, known by the function that makes their numbers."""
     types = {type(module) for module in model.modules()}
     making = {one for one in types if hasattr(one, "create_weight") or hasattr(one, "make_weights")}
-    if not making or any(hasattr(one, "apply_rotary_position_embeddings") for one in types):
-        return {}
-    return {path: module for path, module in Anatomy(model).text_modules() if type(module) in making}
+    return {path: module for path, module in Anatomy(model).text_modules() if type(module) in making} if making else {}
+
+
+def find_turned(model: PreTrainedModel) -> int | None:
+    """Dimensions that attention modules of a declared family turn by themselves."""
+    turning = ((module, own) for module, own in own_attention(model).items() if own.turns is not None)
+    return next((own.turns(module) for module, own in turning), None)
 
 
 def find_bias(model: PreTrainedModel) -> BiasSite | None:

@@ -11,21 +11,20 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from .. import attention, parts
-from ..anatomy import STACKS, AttentionDeclaration, TableSite, kind, mixing, own_attention, text_config
+from ..anatomy import STACKS, AttentionDeclaration, TableSite, kind, mixing, own_attention, sinusoids, text_config
 from ..edits import Hook, Replace
 from ..errors import PosSwapError
 from ..record import PORTABLE
 from ..rotation import Rotation
 from ..scheme import Scheme
 from ..sites import BIAS, ROTARY, BiasChange, BiasGeometry, RotaryGeometry
+from .plan import trained_length
 
 if TYPE_CHECKING:
     from .plan import Plan
 
 # What models call a module that attends to another sequence; it has no distances.
 CROSS = frozenset({"crossattention", "cross_attn", "cross_attention", "encoder_attn", "EncDecAttention"})
-# Where configs of models without a table say the tokens they were trained on; Bloom's and T5's are extra keys.
-LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions")
 # rope types whose frequencies change with the longest position of a call
 VARYING = frozenset({"dynamic", "longrope"})
 WHOLE = "original_full"  # what BigBird calls an attention of all tokens to all
@@ -171,6 +170,8 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
         attention.check_backend(config._attn_implementation, scheme.name, modules)
     if scheme.stacks and site.own and new.anatomy.bias is not None:
         raise PosSwapError(f"{scheme.name} joins what a model has, and {kind(model)} adds its own bias out of reach")
+    if scheme.stacks and new.anatomy.turned is not None:
+        raise PosSwapError(f"{scheme.name} joins what a model has, and {kind(model)} turns q and k out of reach")
     length = trained_length(new)
     rotation = rotation_of(new, scheme, site, length) if ROTARY in sites else None
     for stack in site.stacks:
@@ -183,6 +184,9 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
             _reroute(new, module, site.own[module])
     if not scheme.stacks:
         new.edits += [_unlimited(table) for table in new.anatomy.tables]
+    if new.anatomy.turned is not None:
+        unread = sinusoids(model).items()
+        new.edits += [Replace(module, "forward", partial(parts.no_vectors, module), path) for path, module in unread]
     own = f"{attention.PREFIX}{attention.DENSE}{new.anatomy.config._attn_implementation}" if site.own else None
     new.edits.append(attention.Route(modules, site.stacks[0].path, own))
     for path, module in model.named_modules():
@@ -259,14 +263,6 @@ def _unlimited(table: TableSite) -> Hook | Replace:
     return Hook(table.owner, partial(parts.without_positions, names=names, argument="position_ids"), where)
 
 
-def trained_length(new: Plan) -> int:
-    """Tokens that the model was trained on, as far as its table or config tells; 0 where neither does."""
-    if new.anatomy.table is not None:
-        return new.anatomy.table.length
-    config = new.anatomy.config
-    return next((n for n in (getattr(config, key, None) for key in LENGTHS) if isinstance(n, int)), 0)
-
-
 def rotation_of(new: Plan, scheme: Scheme, site: AttentionSite, length: int) -> Rotation:
     """The rotation a rotary scheme asks for, its frequencies from transformers' own rotary module."""
     from transformers import LlamaConfig
@@ -280,9 +276,14 @@ def rotation_of(new: Plan, scheme: Scheme, site: AttentionSite, length: int) -> 
         parameters, length = unscaled(rotary.parameters(rotary.config, None), rotary.config)
         dim = 2 * next(iter(rotary.modules.values())).get_buffer("inv_freq").shape[-1]
         parameters = {"rope_type": "default", "rope_theta": parameters["rope_theta"]}
+    turned = new.anatomy.turned is not None
+    dim = new.anatomy.turned if turned else dim
     if dim % 2:
         raise PosSwapError(f"{scheme.name}: head_dim={dim} is odd; pairs of dimensions cannot be turned")
-    change = scheme.rotary(RotaryGeometry(parameters, length, site.head_dim, dim, None))
+    change = scheme.rotary(RotaryGeometry(parameters, length, site.head_dim, dim, "interleaved" if turned else None))
+    pairing = change.pairing or ("interleaved" if turned else "halves")
+    if turned and (change.rope_parameters, change.decay, pairing) == (parameters, None, "interleaved"):
+        raise PosSwapError(f"{scheme} would change nothing on this {kind(new.anatomy.model)}")
     if change.rope_parameters["rope_type"] in VARYING:
         raise PosSwapError(
             f"{scheme.name}: its frequencies follow the longest position of a call, which {kind(new.anatomy.model)} "
@@ -300,4 +301,4 @@ def rotation_of(new: Plan, scheme: Scheme, site: AttentionSite, length: int) -> 
     )
     built = LlamaRotaryEmbedding(stand_in)
     new.length = change.length
-    return Rotation(built.inv_freq, built.attention_scaling, change.pairing == "interleaved", change.decay, length // 2)
+    return Rotation(built.inv_freq, built.attention_scaling, pairing == "interleaved", change.decay, length // 2)
