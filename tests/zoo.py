@@ -150,15 +150,17 @@ def model_types(task: str) -> list[str]:
     return sorted(getattr(modeling_auto, TASKS[task]))
 
 
-def build(model_type: str, task: str) -> PreTrainedModel:
-    """A tiny random model of the type, the same at every call, float32, on the CPU, in eval mode."""
+def build(model_type: str, task: str, **fixed: Any) -> PreTrainedModel:
+    """A tiny random model of the type, the same at every call, float32, on the CPU, in eval mode; `fixed` is said so in
+    its config.
+    """
     if model_type in NOT_ALONE:
         raise CannotBuild(NOT_ALONE[model_type])
     try:
         model_class = getattr(transformers, getattr(modeling_auto, TASKS[task])[model_type])
         config_class = config_class_for(model_class, model_type)
         decoder = {"is_decoder": True} if task == "causal-lm" and "is_decoder" in field_names(config_class) else {}
-        config = tiny_config(config_class, **decoder)
+        config = tiny_config(config_class, **decoder, **fixed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = model_class._from_config(config, dtype=torch.float32).eval()
