@@ -362,6 +362,8 @@ class _Subject:
             last = self.stack(**inputs).last_hidden_state
         finally:
             handle.remove()
+        if not seen:  # SqueezeBERT calls the forward of its layers past their hooks
+            seen.append(self.stack(**inputs, output_hidden_states=True).hidden_states[1])
         return seen[0][0], last[0]
 
 
