@@ -85,6 +85,7 @@ OWN = [
     ("deberta-v2", RELATIVE | BUCKETED),
     ("deberta-v2", RELATIVE | {"share_att_key": True}),
     ("flaubert", {}),
+    ("longformer", {"attention_window": [4, 8]}),
     ("mpnet", {}),
     ("nystromformer", {}),
     ("rembert", {}),
@@ -137,7 +138,6 @@ def test_what_computes_no_logits_has_no_scheme_inside_attention():
         ("nystromformer", {"num_landmarks": 8}, r"has none: its tokens are compared with averages of them"),
         ("yoso", {}, r"has none: its tokens are compared by hashes"),
         ("big_bird", {"attention_type": "block_sparse"}, r"load it with attention_type='original_full'"),
-        ("longformer", {}, r"has an attention of its own"),
         ("deberta", {"talking_head": True}, r"has an attention of its own"),
     ],
 )
@@ -148,6 +148,14 @@ def test_attention_out_of_reach_is_refused(model_type: str, settings: dict, reas
     with pytest.raises(PosSwapError, match=reason):
         patch_model(model, scheme)
     assert coverage.state(model) == before
+
+
+def test_global_tokens_of_longformer_are_refused_where_a_scheme_would_miss_them():
+    model = patch_model(zoo.build("longformer", "masked-lm"), "alibi")
+    everywhere = torch.zeros(1, coverage.LENGTH, dtype=torch.long)
+    zoo.forward(model)
+    with pytest.raises(PosSwapError, match=r"tokens of global attention have no scheme here"):
+        model(**zoo.inputs(model, coverage.LENGTH), global_attention_mask=everywhere.index_fill(1, torch.tensor(0), 1))
 
 
 def test_half_of_an_encoder_decoder_model_is_refused():
