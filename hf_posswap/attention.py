@@ -307,7 +307,7 @@ def reroute(module: nn.Module, *args: Any, declaration: AttentionDeclaration, na
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, torch.finfo(query.dtype).min)
     if declaration.causal(module):
-        if mask is None:  # Megatron-BERT as a decoder before transformers 5.23: it looks both ways
+        if mask is None:  # Megatron-BERT and RoFormer before transformers 5.23 look both ways
             raise PosSwapError(f"{type(module).__name__} is a decoder's and was given no mask; it is not causal here")
         positions = ((mask == 0).sum(-1)[:, 0] - 1).clamp(min=0)
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, stock(module, "eager"))
