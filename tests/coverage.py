@@ -357,7 +357,8 @@ and its cell is empty, where nothing is there for it: `learned` makes a table lo
 has that very scheme; or `yarn`, `rope` and `alibi` change the logit of a query and a key, and the type computes none (a
 Fourier transform, hashes or averages of blocks instead of attention). Those last are refused too, with the reason
 below. BigBird is built with `attention_type="original_full"`; with its sparse attention all that acts on logits is
-refused.
+refused. `nope` takes the positions; a convolution (ConvBERT, Nyströmformer, the depth-wise layers of state-space
+hybrids) and a Fourier transform still tell order.
 """
 
 

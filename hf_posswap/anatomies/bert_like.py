@@ -11,9 +11,10 @@ from ..anatomy import TableDeclaration
 
 def _fits(owner, config) -> bool:
     table = owner.position_embeddings
+    plain = type(table) is nn.Embedding and "word_embeddings" in owner._modules  # ProphetNet's numbers tokens by itself
     return (
         isinstance(table, nn.Embedding)
-        and ("position_ids" in owner._buffers or "word_embeddings" in owner._modules)
+        and ("position_ids" in owner._buffers or plain)
         and table.num_embeddings == config.max_position_embeddings
     )
 
