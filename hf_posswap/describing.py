@@ -88,6 +88,7 @@ def describe(model: nn.Module) -> Description:
             (anatomy.tables, _describe_tables),
             (anatomy.fixed, _describe_fixed),
             (anatomy.bias is not None, _describe_bias),
+            (anatomy.turned is not None, _describe_turned),
         )
         if present
         for site in describe_site(anatomy, record)
@@ -219,6 +220,13 @@ def _describe_bias(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDesc
         yield SiteDescription(BIAS, had, has, words + ("inside attention" if replaced else own))
 
 
+def _describe_turned(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDescription]:
+    scheme = None if record is None else scheme_of(record)
+    has = "rope" if scheme is None or scheme.stacks else scheme.name if ROTARY in scheme.sites else NOTHING
+    detail = f"{anatomy.turned} dimensions of each head" if record is None else "inside attention"
+    yield SiteDescription(ROTARY, "rope", _in_layers(record, "rope", has), detail)
+
+
 def _in_layers(record: Record | None, had: str, has: str) -> str:
     """What a site has, where only some layers took a swap."""
     if record is None or record.layers is None or had == has:
@@ -232,7 +240,7 @@ def _describe_added(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDes
         return
     scheme = scheme_of(record)
     for site in (EMBED, ROTARY, BIAS):
-        if site in scheme.sites - anatomy.sites:
+        if site in scheme.sites - anatomy.known:
             where = "before the first layer" if site == EMBED else "inside attention"
             if site == EMBED:
                 where = f"concatenated {where}, and projected" if _concatenated(scheme) else f"added {where}"
@@ -354,6 +362,8 @@ class _Subject:
             last = self.stack(**inputs).last_hidden_state
         finally:
             handle.remove()
+        if not seen:  # SqueezeBERT calls the forward of its layers past their hooks
+            seen.append(self.stack(**inputs, output_hidden_states=True).hidden_states[1])
         return seen[0][0], last[0]
 
 

@@ -173,8 +173,14 @@ SILENT_ROWS = [
     Row("nope", "cohere", recalibrate=True),
     Row("nope", "gemma3", recalibrate=True),
     Row("nope", "gpt_neox", native=False, recalibrate=True),
-    *[Row("nope", family, undoable=False, recalibrate=True) for family in (*TABLES, "vit", "t5_encoder")],
-    *[Row("nope", family, native=False, recalibrate=True) for family in ("bloom", "mpt", "falcon_alibi")],
+    *[
+        Row("nope", family, undoable=False, recalibrate=True)
+        for family in (*TABLES, "vit", "t5_encoder", "deberta", "deberta_v2", "squeezebert", "xlm")
+    ],
+    *[
+        Row("nope", family, native=False, recalibrate=True)
+        for family in ("bloom", "mpt", "falcon_alibi", "roformer", "gptj")
+    ],
     Row("nope", "falcon", recalibrate=True),
     Row("nope", "phi3", native=False, recalibrate=True),  # its config holds no silence
 ]
@@ -185,7 +191,12 @@ ADDED_ROWS = [
         ("qwen3", "halves"),
         ("gpt_neox", "interleaved"),
         ("gemma3", "halves"),
+        ("bloom", "interleaved"),
+        ("roformer", "interleaved"),
+        ("gptj", "halves"),
     )
+] + [
+    Row("sinusoidal", family, native=False, undoable=False, recalibrate=True) for family in ("t5_encoder", "deberta_v2")
 ]
 TABLE_ROWS = [
     row
@@ -211,6 +222,7 @@ MORE_TABLE_ROWS = [
         )
     ],
     Row("learned", "vit", {"image_size": 48}, undoable=False),
+    *[Row("learned", family, {"factor": 3, "init": "tile"}, **RESIZED) for family in ("deberta", "xlm")],
     Row("learned", "vit", {"image_size": (48, 64), "init": "tile"}, undoable=False),
 ]
 UNPATCHED = ("", {})
@@ -262,7 +274,18 @@ IN_ATTENTION = {
     "proportional": {"partial_rotary_factor": 0.5},
     "logn": {"clip": False},
 }
-KEPT = ("llama", "gemma3", "gpt_neox", "modernbert", "bloom", "mpt", "falcon", "falcon_alibi")  # no numbers to lose
+KEPT = (
+    "llama",
+    "gemma3",
+    "gpt_neox",
+    "modernbert",
+    "bloom",
+    "mpt",
+    "falcon",
+    "falcon_alibi",
+    "roformer",
+    "gptj",
+)  # no numbers
 
 
 def in_attention(names: str, family: str, **flags: Any) -> list[Row]:
@@ -299,6 +322,11 @@ ATTENTION_ROWS = [
     *in_attention("alibi, t5, kerple, fire, sandwich, xpos, rope", "falcon_alibi"),
     *in_attention("alibi, t5, kerple, fire, sandwich, xpos, logn", "falcon"),
     *in_attention(f"alibi, t5, t5 per layer, kerple, sandwich, {EVERY_ROTATION}", "t5_encoder"),
+    *[row for family in ("deberta", "deberta_v2", "squeezebert", "xlm") for row in in_attention("alibi, rope", family)],
+    *in_attention("alibi, kerple", "roformer"),
+    *in_attention("yarn, linear", "roformer", recalibrate=False),
+    *in_attention("alibi, fire, xpos", "gptj"),
+    *in_attention("yarn, linear", "gptj", recalibrate=False),
 ]
 SOME = {"native": False, "recalibrate": True}
 LAYER_ROWS = [

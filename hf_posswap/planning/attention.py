@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from .. import attention, parts
-from ..anatomy import AttentionDeclaration, TableSite, kind, own_attention, text_config
+from ..anatomy import STACKS, AttentionDeclaration, TableSite, kind, mixing, own_attention, sinusoids, text_config
 from ..edits import Hook, Replace
 from ..errors import PosSwapError
 from ..record import PORTABLE
 from ..rotation import Rotation
 from ..scheme import Scheme
 from ..sites import BIAS, ROTARY, BiasChange, BiasGeometry, RotaryGeometry
+from .plan import trained_length
 
 if TYPE_CHECKING:
     from .plan import Plan
 
 # What models call a module that attends to another sequence; it has no distances.
 CROSS = frozenset({"crossattention", "cross_attn", "cross_attention", "encoder_attn", "EncDecAttention"})
-# Where configs of models without a table say the tokens they were trained on; Bloom's and T5's are extra keys.
-LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions")
 # rope types whose frequencies change with the longest position of a call
 VARYING = frozenset({"dynamic", "longrope"})
+WHOLE = "original_full"  # what BigBird calls an attention of all tokens to all
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ def find_attention(new: Plan, scheme: Scheme) -> AttentionSite:
         raise PosSwapError(
             f"{scheme.name}: the positions of {kind(model)} are a grid, and {scheme.name} has one dimension"
         )
+    _refuse_sparse(new, scheme)
     own = own_attention(model)
     found = {
         path: module
@@ -73,22 +74,33 @@ def find_attention(new: Plan, scheme: Scheme) -> AttentionSite:
         and getattr(module, "config", config).__class__ is config.__class__
         and not CROSS & {*path.split(".")}
     }
+    how = mixing(model)
+    if how is not None:
+        raise PosSwapError(
+            f"{scheme.name} works on the logit of a query and a key, and {kind(model)} has none: its tokens {how}"
+        )
     if not found:
         raise PosSwapError(
             f"{scheme.name} works inside attention, and {kind(model)} has an attention of its own that does not go "
             "through transformers' attention interface"
         )
     refuse_other_keys(scheme, found)
+    _refuse_half(new, scheme, found)
     first = next(iter(found.values()))
-    if "kwargs" not in inspect.signature(first.forward).parameters:
+    if first not in own and "kwargs" not in inspect.signature(first.forward).parameters:
         raise PosSwapError(f"{scheme.name}: the attention of {kind(model)} takes no further keywords")
-    heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1
+    heads = getattr(first, "num_attention_heads", config.num_attention_heads)  # ConvBERT's config counts others too
+    groups = getattr(config, "num_key_value_heads", None) or 1
     if heads % groups:
         raise PosSwapError(
             f"{scheme.name}: num_attention_heads={heads} of {kind(model)} is not a multiple of its "
             f"num_key_value_heads={groups}"
         )
-    head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads
+    widths = (
+        getattr(first, "attention_head_size", None),
+        *(getattr(config, key, None) for key in ("head_dim", "d_kv")),
+    )
+    head_dim = next((width for width in widths if width), config.hidden_size // heads)
     return AttentionSite(_stacks(new, found, own), own, heads, head_dim)
 
 
@@ -99,6 +111,18 @@ def refuse_other_keys(scheme: Scheme, found: dict[str, nn.Module]) -> None:
             raise PosSwapError(f"{scheme.name}: {path} reads the keys of another layer, whose places it is not told")
         if isinstance(getattr(module, "compressor", None), nn.Module):
             raise PosSwapError(f"{scheme.name}: {path} compresses several tokens into one key, which has no place")
+
+
+def _refuse_half(new: Plan, scheme: Scheme, found: dict[str, nn.Module]) -> None:
+    """Raise where one stack of two has attention within reach, and the other's would get nothing."""
+    model, reached = new.anatomy.model, {id(module) for module in found.values()}
+    if model.config.is_encoder_decoder and new.anatomy.stack is None:
+        for stack in STACKS:
+            if not reached & {id(module) for module in getattr(model, f"get_{stack}")().modules()}:
+                raise PosSwapError(
+                    f"{scheme.name} works inside attention, and that of the {stack} of {kind(model)} does not go "
+                    "through transformers' attention interface"
+                )
 
 
 def _calls_interface(module: nn.Module) -> bool:
@@ -146,6 +170,8 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
         attention.check_backend(config._attn_implementation, scheme.name, modules)
     if scheme.stacks and site.own and new.anatomy.bias is not None:
         raise PosSwapError(f"{scheme.name} joins what a model has, and {kind(model)} adds its own bias out of reach")
+    if scheme.stacks and new.anatomy.turned is not None:
+        raise PosSwapError(f"{scheme.name} joins what a model has, and {kind(model)} turns q and k out of reach")
     length = trained_length(new)
     rotation = rotation_of(new, scheme, site, length) if ROTARY in sites else None
     for stack in site.stacks:
@@ -158,6 +184,9 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
             _reroute(new, module, site.own[module])
     if not scheme.stacks:
         new.edits += [_unlimited(table) for table in new.anatomy.tables]
+    if new.anatomy.turned is not None:
+        unread = sinusoids(model).items()
+        new.edits += [Replace(module, "forward", partial(parts.no_vectors, module), path) for path, module in unread]
     own = f"{attention.PREFIX}{attention.DENSE}{new.anatomy.config._attn_implementation}" if site.own else None
     new.edits.append(attention.Route(modules, site.stacks[0].path, own))
     for path, module in model.named_modules():
@@ -170,6 +199,16 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
     # a family that adds ALiBi in each layer has the paper's slopes; Falcon, which adds it for all, has its own
     new.effective = native is None or native.shared or native.name != scheme.name or bool(scheme.given())
     new.length = new.length or length
+
+
+def _refuse_sparse(new: Plan, scheme: Scheme) -> None:
+    """Raise where BigBird and kin exchange attention modules: for sparse ones, or, at a short text, back."""
+    for _, module in new.anatomy.text_modules():
+        if hasattr(module, "set_attention_type") and {module.attention_type, new.text.attention_type} != {WHOLE}:
+            raise PosSwapError(
+                f"{scheme.name}: attention_type={new.text.attention_type!r}: sparse attention of "
+                f"{kind(new.anatomy.model)} has logits of some blocks only; load it with attention_type={WHOLE!r}"
+            )
 
 
 def _attach(new: Plan, stack: Stack, change: BiasChange | None, rotation: Rotation | None) -> None:
@@ -207,6 +246,8 @@ def _reroute(new: Plan, module: nn.Module, declaration: AttentionDeclaration) ->
     new.replace(module, "num_key_value_groups", declaration.groups(module) if declaration.groups else 1)
     if not hasattr(module, "config"):
         new.replace(module, "config", new.text)
+    if declaration.cache is not None:
+        new.replace(module, "layer_idx", getattr(module, declaration.layer))
     stack = new.anatomy.model.base_model
     for name, value in declaration.off.items():
         new.replace(stack, name, value)
@@ -222,14 +263,6 @@ def _unlimited(table: TableSite) -> Hook | Replace:
     return Hook(table.owner, partial(parts.without_positions, names=names, argument="position_ids"), where)
 
 
-def trained_length(new: Plan) -> int:
-    """Tokens that the model was trained on, as far as its table or config tells; 0 where neither does."""
-    if new.anatomy.table is not None:
-        return new.anatomy.table.length
-    config = new.anatomy.config
-    return next((n for n in (getattr(config, key, None) for key in LENGTHS) if isinstance(n, int)), 0)
-
-
 def rotation_of(new: Plan, scheme: Scheme, site: AttentionSite, length: int) -> Rotation:
     """The rotation a rotary scheme asks for, its frequencies from transformers' own rotary module."""
     from transformers import LlamaConfig
@@ -243,9 +276,14 @@ def rotation_of(new: Plan, scheme: Scheme, site: AttentionSite, length: int) -> 
         parameters, length = unscaled(rotary.parameters(rotary.config, None), rotary.config)
         dim = 2 * next(iter(rotary.modules.values())).get_buffer("inv_freq").shape[-1]
         parameters = {"rope_type": "default", "rope_theta": parameters["rope_theta"]}
+    turned = new.anatomy.turned is not None
+    dim = new.anatomy.turned if turned else dim
     if dim % 2:
         raise PosSwapError(f"{scheme.name}: head_dim={dim} is odd; pairs of dimensions cannot be turned")
-    change = scheme.rotary(RotaryGeometry(parameters, length, site.head_dim, dim, None))
+    change = scheme.rotary(RotaryGeometry(parameters, length, site.head_dim, dim, "interleaved" if turned else None))
+    pairing = change.pairing or ("interleaved" if turned else "halves")
+    if turned and (change.rope_parameters, change.decay, pairing) == (parameters, None, "interleaved"):
+        raise PosSwapError(f"{scheme} would change nothing on this {kind(new.anatomy.model)}")
     if change.rope_parameters["rope_type"] in VARYING:
         raise PosSwapError(
             f"{scheme.name}: its frequencies follow the longest position of a call, which {kind(new.anatomy.model)} "
@@ -263,4 +301,4 @@ def rotation_of(new: Plan, scheme: Scheme, site: AttentionSite, length: int) -> 
     )
     built = LlamaRotaryEmbedding(stand_in)
     new.length = change.length
-    return Rotation(built.inv_freq, built.attention_scaling, change.pairing == "interleaved", change.decay, length // 2)
+    return Rotation(built.inv_freq, built.attention_scaling, pairing == "interleaved", change.decay, length // 2)
