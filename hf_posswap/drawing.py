@@ -29,6 +29,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "proportional": [{"partial_rotary_factor": 0.75}],
     "sinusoidal": [{"layout": "interleaved"}, {"layout": "halves"}, {"init": "fit"}],
     "learned": [{"init": init} for init in ("interpolate", "tile", "hierarchical", "fit", "random")],
+    "learned2d": [{"resize": "bicubic"}, {"resize": "bilinear"}, {"resize": "tile"}],
+    "sincos2d": [{"convention": "mae"}, {"convention": "moco"}, {"convention": "big_vision"}, {"init": "fit"}],
     "nope": [{}],
     "alibi": [{}],
     "t5": [{}],
@@ -52,7 +54,7 @@ def draw(name: str) -> Any:
     elif cls.sites <= {ROTARY}:
         figure = _draw_rotary(variants)
     elif cls.sites == {EMBED}:
-        figure = _draw_tables(variants)
+        figure = (_draw_maps if name.endswith("2d") else _draw_tables)(variants)
     else:
         raise NotImplementedError(f"{name}: no picture for {', '.join(sorted(cls.sites))}")
     figure.suptitle(name, fontweight="bold")
@@ -60,7 +62,8 @@ def draw(name: str) -> Any:
 
 
 def _variant(name: str, params: dict[str, Any]) -> Scheme:
-    sized = {"max_positions": FACTOR * ROWS} if registry()[name].sites == {EMBED} else {}
+    cls = registry()[name]
+    sized = {"max_positions": FACTOR * ROWS} if cls.sites == {EMBED} and not name.endswith("2d") else {}
     return make_scheme(name, params | sized)
 
 
@@ -235,6 +238,38 @@ def _trained_table() -> Tensor:
     cycles = torch.linspace(8, 0.5, WIDTH)
     turns = torch.arange(ROWS)[:, None] / ROWS * cycles + phase
     return 0.05 * ((2 * torch.pi * turns).sin() + 0.1 * noise)
+
+
+# --- tables of patches: how alike the vector of one patch is to that of every other (An Image is Worth 16x16 Words, fig. 7)
+
+SIDE = 8  # patches of the picture, along each side; twice that after the swap
+
+
+def _draw_maps(variants: list[Scheme]) -> Any:
+    rows, columns = torch.arange(SIDE * SIDE) // SIDE, torch.arange(SIDE * SIDE) % SIDE
+    waves = _trained_table()[: 4 * SIDE : 4]
+    table = torch.cat([waves[rows, : WIDTH // 2], waves[columns, : WIDTH // 2]], dim=1)
+    site = EmbedGeometry(
+        WIDTH, len(table), table, lambda: table.square().mean().sqrt().item(), (SIDE, SIDE), (2 * SIDE, 2 * SIDE)
+    )
+    figure, axes = _axes(1 + len(variants), 2.4 * (1 + len(variants)) + 0.8)
+    drawn = [("before", table, SIDE)]
+    for scheme in variants:
+        given = ", ".join(f"{k}={v}" for k, v in scheme.given().items())
+        change = scheme.embed(site)
+        drawn.append((given or "by default", change.vectors(torch.arange(change.length)), 2 * SIDE))
+    for axis, (label, vectors, side) in zip(axes, drawn, strict=True):
+        image = axis.imshow(similarity(vectors, side, side // 4, side // 4), cmap="gray", vmin=-1, vmax=1)
+        axis.set_title(label, fontsize=9)
+        axis.set(xlabel="column", ylabel="row")
+    figure.colorbar(image, ax=list(axes), shrink=0.8, label=f"cosine with the patch at {side // 4}, {side // 4}")
+    return figure
+
+
+def similarity(vectors: Tensor, columns: int, row: int, column: int) -> Tensor:
+    """(h, w): cosines of the vectors (h * w, E) of all patches with that of one."""
+    unit = torch.nn.functional.normalize(vectors.double(), dim=-1)
+    return (unit @ unit[row * columns + column]).reshape(-1, columns)
 
 
 def draw_all(folder: Path, report: Callable[[str], None] = print) -> list[Path]:

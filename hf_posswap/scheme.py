@@ -165,11 +165,13 @@ def scheme_of(record: Record) -> Scheme:
     return make_scheme(record.scheme, record.params)
 
 
-def named(scheme: Scheme, layers: Sequence[int] | None) -> str:
-    """A scheme with its parameters and, where it is not in all layers, which ones."""
-    return f"{scheme}" if layers is None else f"{scheme} in layers {', '.join(map(str, layers))}"
+def named(scheme: Scheme, layers: Sequence[int] | None, picture: Any = None) -> str:
+    """A scheme with its parameters and, where it is not in all layers, which ones; what an image model reads."""
+    where = "" if layers is None else f" in layers {', '.join(map(str, layers))}"
+    return f"{scheme}{where}" + (f" at {picture}" if picture else "")
 
 
 def name_of(record: Record) -> str:
     """What a record says was swapped in, for people."""
-    return named(scheme_of(record), record.layers)
+    read = ", ".join(f"{key}={value}" for key, value in (record.picture or {}).items())
+    return named(scheme_of(record), record.layers, read)

@@ -16,6 +16,7 @@ from .families import pixels
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 IMAGE = SMALL | {"image_size": 32, "patch_size": 8}
+YOLOS = {"image_size": [32, 32], "num_detection_tokens": 5, "use_mid_position_embeddings": False}
 TOWERS = {
     # name -> (model, config, settings, prefix tokens)
     "vit": ("ViTModel", "ViTConfig", {}, 1),
@@ -27,7 +28,9 @@ TOWERS = {
     "ijepa": ("IJepaModel", "IJepaConfig", {}, 0),
     "mae": ("ViTMAEModel", "ViTMAEConfig", {"mask_ratio": 0.0}, 1),
     "beit": ("BeitModel", "BeitConfig", {"use_absolute_position_embeddings": True}, 1),
+    "yolos": ("YolosModel", "YolosConfig", YOLOS, 6),
 }
+ON_THE_FLY = {"yolos": {}}  # arguments by which a tower resamples as it is called; yolos always does
 towers = pytest.mark.parametrize("tower", TOWERS)
 
 
@@ -55,13 +58,12 @@ def states(model: torch.nn.Module, image: torch.Tensor, **asked) -> torch.Tensor
 @towers
 def test_resized_tower_needs_no_flag_and_equals_transformers_own_interpolation(tower: str):
     model, image = built(tower), pixels(48)
-    expected = states(model, image, interpolate_pos_encoding=True) if tower != "beit" else None
-    patch_model(model, "learned", image_size=48)
+    expected = states(model, image, **ON_THE_FLY.get(tower, {"interpolate_pos_encoding": True}))
+    patch_model(model, "learned2d", image_size=48)
     found = states(model, image)
     assert found.shape[1] == 36 + TOWERS[tower][3]
     assert probe(model).faults == ()
-    if expected is not None:
-        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, expected)
 
 
 @towers
@@ -85,8 +87,9 @@ def test_resized_tower_is_saved_reloaded_and_undone(tower: str, params: dict, tm
 def test_config_is_undone(tower: str):
     model = built(tower)
     config = model.config.to_dict()
-    patch_model(model, "learned", image_size=64, patch_size=4)
-    assert (model.config.image_size, model.config.patch_size) == (64, 4)
+    patch_model(model, "learned", image_size=64, patch_size=4, num_channels=1)
+    assert (model.config.image_size, model.config.patch_size) in ((64, 4), ([64, 64], 4))
+    assert model.config.num_channels == 1
     assert unpatch_model(model).config.to_dict() == config
 
 
@@ -133,7 +136,7 @@ REFUSED = [
     ("vit", {"image_size": 32, "patch_size": 5}, r"image_size=32 is not one or two multiples of the patch size 5"),
     ("vit", {"patch_size": 5}, r"patch_size=5 does not divide the image size 32; give image_size too"),
     ("vit", {"patch_size": 0}, r"patch_size=0 is not one or two positive numbers"),
-    ("vit", {"image_size": 64, "max_positions": 64}, r"give exactly one of"),
+    ("vit", {"image_size": 64, "max_positions": 64}, r"max_positions=64 is for text; give image_size"),
     ("clip", {"image_size": (32, 64)}, r"image_size"),
 ]
 
@@ -152,7 +155,8 @@ def test_refused_and_untouched(tower: str, params: dict, reason: str):
     ("model", "config", "settings", "reason"),
     [
         ("YolosModel", "YolosConfig", {"image_size": [32, 32]}, "another table of positions"),
-        ("VivitModel", "VivitConfig", {"num_frames": 4, "tubelet_size": [2, 8, 8]}, "no site"),
+        ("ViTMAEForPreTraining", "ViTMAEConfig", {"decoder_hidden_size": 16}, "another table of positions"),
+        ("VideoMAEModel", "VideoMAEConfig", {"num_frames": 4}, "no site"),
         ("BeitModel", "BeitConfig", {"use_relative_position_bias": True}, "no site"),
         (
             "BeitModel",
@@ -161,7 +165,7 @@ def test_refused_and_untouched(tower: str, params: dict, reason: str):
             "bias of two dimensions",
         ),
     ],
-    ids=["yolos", "vivit", "beit", "beit both"],
+    ids=["yolos", "mae decoder", "videomae", "beit", "beit both"],
 )
 def test_model_that_is_not_understood_is_refused(model: str, config: str, settings: dict, reason: str):
     built = getattr(transformers, model)(getattr(transformers, config)(**IMAGE | settings))
