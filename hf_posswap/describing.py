@@ -19,7 +19,7 @@ from .pictures import CONFIG_KEYS
 from .planning.layers import SECOND, second_config
 from .planning.plan import config_path, plain_state
 from .planning.rotary import build, has_second_factor, unscaled
-from .planning.table import rms_key
+from .planning.table import had_key, held_by, rms_key
 from .profile import Fit
 from .quiet import quiet
 from .record import FIT, FOREIGN_ROPE_TYPE, NATIVE, PORTABLE, Record
@@ -212,7 +212,20 @@ def _describe_table(anatomy: Anatomy, table: TableSite, record: Record | None) -
     state = "trainable" if table.weight.requires_grad else "frozen"
     size = f"{' x '.join(map(str, table.grid))} patches" if table.grid else f"{table.length} positions"
     joined = ", concatenated and projected" if replaced and _concatenated(scheme_of(record)) else ""
-    return SiteDescription(EMBED, "learned", has, f"{size}, width {table.rows.shape[-1]}, {state}{joined}")
+    had = _table_was(anatomy, table, record)
+    return SiteDescription(
+        EMBED,
+        had,
+        had if has == "learned" and not replaced else has,
+        f"{size}, width {table.rows.shape[-1]}, {state}{joined}",
+    )
+
+
+def _table_was(anatomy: Anatomy, table: TableSite, record: Record | None) -> str:
+    """What a table held before a swap; of one that was swapped the record remembers."""
+    if record is None:
+        return held_by(table)
+    return record.measured.get(had_key(anatomy.within(record.stack), table), "learned")
 
 
 def _describe_bias(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDescription]:

@@ -240,7 +240,7 @@ def _trained_table() -> Tensor:
     return 0.05 * ((2 * torch.pi * turns).sin() + 0.1 * noise)
 
 
-# --- tables of patches: how alike the vector of one patch is to that of every other (An Image is Worth 16x16 Words, fig. 7)
+# --- tables of patches: how alike the vector of one patch is to all others (An Image is Worth 16x16 Words, fig. 7)
 
 SIDE = 8  # patches of the picture, along each side; twice that after the swap
 

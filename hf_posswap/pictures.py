@@ -18,9 +18,9 @@ Size = tuple[int, ...]
 class Picture:
     """What is given of it; the rest stays. Raises PosSwapError for a value that no model could take.
 
-    image_size: pixels, one number or (height, width). patch_size: pixels of a patch, the same, or (frames, height, width)
-    of a tubelet. num_frames: of a video. num_channels: of a pixel. patch_form: how a patch is embedded, by one product of
-    matrices (`linear`) or by a `convolution`; the same numbers to rounding.
+    image_size: pixels, one number or (height, width). patch_size: pixels of a patch, the same, or (frames, height,
+    width) of a tubelet. num_frames: of a video. num_channels: of a pixel. patch_form: how a patch is embedded, by one
+    product of matrices (`linear`) or by a `convolution`; the same numbers to rounding.
     """
 
     image_size: int | Size | None = None

@@ -34,8 +34,8 @@ class Record:
     model at the swap, needed again at a reload, or told by `describe` (FIT). source: the un-patched model's name.
     layers: indices of the layers that take the scheme, None for all. stack: `encoder` or `decoder` where one takes it,
     None (not written) for all there is. picture: what an image model reads from now on, as `pictures.Picture` has it,
-    None (not written) for what it read before. Written with a digest: a record that was damaged, or edited by hand, describes
-    another model than the one it lies with.
+    None (not written) for what it read before. Written with a digest: a record that was damaged, or edited by hand,
+    describes another model than the one it lies with.
     """
 
     scheme: str

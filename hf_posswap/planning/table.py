@@ -17,7 +17,7 @@ from ..anatomy import Anatomy, TableSite, kind
 from ..concat import Concatenation, project
 from ..edits import Hook, Replace, same
 from ..errors import PosSwapError
-from ..positions import resize_grid, root_mean_square
+from ..positions import CONVENTIONS, resize_grid, root_mean_square, sincos_grid
 from ..record import KEY, PORTABLE
 from ..scheme import Scheme
 from ..sites import EmbedChange, EmbedGeometry
@@ -46,10 +46,11 @@ def embed_geometry(new: Plan, table: TableSite | None = None) -> EmbedGeometry:
 
 
 def own_resample(table: TableSite) -> Callable[[tuple[int, int]], Tensor] | None:
-    """The model's own way from its table to that of another grid, None where it has none. (A video's would take the
-    tubelets of all frames for one square.)
+    """The model's own way from its table to that of another grid, None where it has none. All of them take what is
+    there for a square: not the patches of an oblong picture, nor the tubelets of a video.
     """
-    own = table.grid is not None and len(table.grid) == 2 and hasattr(table.owner, "interpolate_pos_encoding")
+    square = table.grid is not None and len(table.grid) == 2 and table.grid[0] == table.grid[1]
+    own = square and hasattr(table.owner, "interpolate_pos_encoding")
     return partial(_resampled, table) if own else None
 
 
@@ -72,6 +73,29 @@ def _resampled(table: TableSite, grid: tuple[int, int]) -> Tensor:
 def rms_key(anatomy: Anatomy, table: TableSite) -> str:
     """The name in a record of a table's root mean square."""
     return "rms" if table is anatomy.table else f"rms {table.path}"
+
+
+def had_key(anatomy: Anatomy, table: TableSite) -> str:
+    """The name in a record of what a table held before the swap, where that was not learned."""
+    return "had" if table is anatomy.table else f"had {table.path}"
+
+
+def held_by(table: TableSite) -> str:
+    """What a table holds: `sincos2d`, by the convention that its numbers follow (MAE, I-JEPA), or `learned`."""
+    rows = table.positions
+    if table.grid is None or len(table.grid) != 2 or rows.shape[1] % 4 or rows.shape[1] < 8 or rows.is_meta:
+        return "learned"
+    for convention in CONVENTIONS:
+        waves = sincos_grid(torch.arange(len(rows)), grid=table.grid, dim=rows.shape[1], convention=convention)
+        if (rows.float().cpu() - waves).abs().max() <= torch.finfo(rows.dtype).eps ** 0.5:
+            return f"sincos2d ({convention})"
+    return "learned"
+
+
+def _remember(new: Plan, table: TableSite) -> None:
+    held = held_by(table)
+    if held != "learned":
+        new.measured.setdefault(had_key(new.anatomy, table), held)
 
 
 def _measure(new: Plan, vectors: Tensor | Callable[[], Tensor], what: str, key: str) -> float:
@@ -128,6 +152,7 @@ def resize_table(new: Plan, scheme: Scheme) -> None:
 def silence_table(new: Plan, scheme: Scheme) -> None:
     """Zero rows; where there are none, a module that computes its vectors returns zeros."""
     for table in new.anatomy.tables:
+        _remember(new, table)
         count = table.length if table.grid is None else math.prod(sizes(new, table)[0])
         others = len(table.rows) - table.length
         _write_table(new, table, table.rows.new_zeros(others + count, table.rows.shape[-1]), trainable=False)
@@ -144,6 +169,7 @@ def silence_table(new: Plan, scheme: Scheme) -> None:
 
 def _exchange(new: Plan, table: TableSite, vectors: Tensor, trainable: bool) -> None:
     """Other position vectors (P, E); the rows of tokens that have no position stay."""
+    _remember(new, table)
     before, after = table.others
     rows = torch.cat([before.to(vectors), vectors, after.to(vectors)])
     _write_table(new, table, rows, trainable)
