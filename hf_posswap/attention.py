@@ -26,6 +26,7 @@ from transformers.models.llama import modeling_llama
 
 from .anatomy import AttentionDeclaration
 from .errors import PosSwapError
+from .grid import Grid, Sight
 from .parts import given, with_argument
 from .relative import exact_parts, spread
 from .rotation import Rotation
@@ -41,11 +42,14 @@ TWO_PARTS = 65536  # keys whose places are exact in two parts of bfloat16, 8 bit
 
 @dataclass(frozen=True)
 class Places:
-    """Where one call's tokens stand: cache index of the first query and of the first key; whether keys are rotated."""
+    """Where one call's tokens stand: cache index of the first query and of the first key; whether keys are rotated; on
+    an image, its grid.
+    """
 
     query: int | Tensor = 0
     key: int | Tensor = 0
     keys_rotated: bool = False
+    grid: Grid | None = None
 
 
 class Attached(nn.Module):
@@ -55,9 +59,11 @@ class Attached(nn.Module):
     model that has none yet, and no checkpoint holds them.
     """
 
-    def __init__(self, change: BiasChange | None = None, rotation: Rotation | None = None) -> None:
+    def __init__(
+        self, change: BiasChange | None = None, rotation: Rotation | None = None, sight: Sight | None = None
+    ) -> None:
         super().__init__()
-        self.change, self.rotation = change, rotation
+        self.change, self.rotation, self.sight = change, rotation, sight
         self.memo: dict[tuple, Any] | None = None
         self.constants = {} if change is None else dict(change.constants)
         if change is not None:
@@ -95,12 +101,18 @@ class Attached(nn.Module):
             self.memo[at] = compute()
         return self.memo[at]
 
-    def rotate(self, x: Tensor, first: int | Tensor, is_key: bool) -> Tensor:
-        """Queries or keys (B, H, S, D) at the places first, first + 1, ... -> the same shape, rotated."""
+    def rotate(self, x: Tensor, first: int | Tensor, is_key: bool, grid: Grid | None = None) -> Tensor:
+        """Queries or keys (B, H, S, D), rotated, at the places first, first + 1, ...; on a grid its patches alone."""
         what = "keys" if is_key and self.rotation.decay is not None else "queries"
-        places = Places(first, first)
-        tables = self.once(what, x, 0, places, lambda: self.rotation.tables(x, first, is_key))
-        return self.rotation.turn(x, *tables)
+
+        def compute() -> tuple[Tensor, Tensor]:
+            if grid is None:
+                places = torch.arange(x.shape[-2], device=x.device)[:, None] + first
+                return self.rotation.tables(places, is_key, x.dtype)
+            cos, sin = self.rotation.tables(grid.coordinates(self.rotation.ndim, x.device), is_key, x.dtype)
+            return grid.framed(cos, 1.0), grid.framed(sin)
+
+        return self.rotation.turn(x, *self.once(what, x, 0, Places(first, first), compute))
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
         return {name: t.to(device) for name, t in [*self._parameters.items(), *self.constants.items()]}
@@ -113,6 +125,8 @@ class Attached(nn.Module):
     def dense(self, query: Tensor, key: Tensor, places: Places, positions: Tensor | None) -> Tensor:
         """The additive bias, (1, H, Q, K) or (B, H, Q, K), in the queries' dtype."""
         queries, keys, device = query.shape[2], key.shape[2], query.device
+        if places.grid is not None:
+            return self.on_grid(query, places.grid)[None].to(query.dtype)
         if self.change.placed is None:
             return spread(self.by_distance(query, key, places), queries, keys)[None].to(query.dtype)
         q = torch.arange(queries, device=device) + places.query
@@ -120,6 +134,12 @@ class Attached(nn.Module):
         position = (q[None] if positions is None else positions.to(device))[..., None]
         bias = self.change.placed(self.tensors(device), (k - q[:, None])[None], position)
         return _of_heads(bias.transpose(0, 1), query).transpose(0, 1).to(query.dtype)
+
+    def on_grid(self, query: Tensor, grid: Grid) -> Tensor:
+        """The additive bias between the tokens of an image, (H, S, S), float32; 0 where one of two has no place."""
+        distance = torch.arange(1 - grid.patches, grid.patches, device=query.device)
+        values = _of_heads(self.change.bias(self.tensors(query.device), distance), query)
+        return grid.squared(spread(values, grid.patches, grid.patches))
 
     def extended(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
         """The bias as extra dimensions of q and k, (..., D) -> (..., D + r): no (Q, K) tensor, on any kernel.
@@ -211,6 +231,8 @@ def hand_places(
             "context parallelism (torch's `context_parallel`, cp_size > 1) splits a sequence among processes that do "
             "not know their places in it; a scheme inside attention needs cp_size=1"
         )
+    if attached.sight is not None:  # its grids are known, and many image models drop a keyword
+        return args, kwargs
     call = given(names, args, kwargs)
     name = next((name for name, value in call.items() if isinstance(value, Cache)), None)
     if name is None:
@@ -245,18 +267,22 @@ def attend(
     forward = stock(module, backend)
     if ATTRIBUTE not in module.__dict__:
         return forward(module, query, key, value, attention_mask, **kwargs)
+    (attached,) = module.__dict__[ATTRIBUTE]
+    if attached.sight is not None:
+        places = Places(grid=attached.sight.grid(query.shape[2]))
     if places is None:
         raise PosSwapError(f"{type(module).__name__} dropped the keyword {PLACES!r}; its positions cannot be installed")
-    (attached,) = module.__dict__[ATTRIBUTE]
     change, rotation = attached.change, attached.rotation
     if rotation is not None:
-        query = attached.rotate(query, places.query, is_key=False)
-        key = key if places.keys_rotated else attached.rotate(key, places.key, is_key=True)
+        query = attached.rotate(query, places.query, is_key=False, grid=places.grid)
+        key = key if places.keys_rotated else attached.rotate(key, places.key, is_key=True, grid=places.grid)
     if change is None:
         return forward(module, query, key, value, attention_mask, **kwargs)
     positions = kwargs.get("position_ids")
     if change.temperature is not None:
         count = torch.arange(query.shape[2], device=query.device)[None] + places.query
+        if places.grid is not None:  # every query sees all tokens
+            count = torch.full_like(count, query.shape[2] - 1)
         factor = change.temperature(count if positions is None else positions)
         query = query * factor[:, None, :, None].to(query.dtype)
     if change.bias is None and change.placed is None:
@@ -268,7 +294,7 @@ def attend(
         output, weights = forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         return output[..., :width].contiguous(), weights  # some models take a view of it
     kwargs["position_bias"] = None  # the model's own, silenced
-    if backend == "flex_attention" and change.placed is None:
+    if backend == "flex_attention" and change.placed is None and places.grid is None:
         values = attached.once("values", query, key.shape[2], places, lambda: attached.by_distance(query, key, places))
         kwargs["position_bias"] = Diagonals(values, query.shape[2])
         return forward(module, query, key, value, attention_mask, **kwargs)

@@ -102,11 +102,15 @@ class EmbedChange:
 
 @dataclass(frozen=True)
 class BiasGeometry:
-    """The attention logits of a model: H `heads`, `length` trained tokens, `causal` where keys never follow queries."""
+    """The attention logits of a model: H `heads`, `length` trained tokens, `causal` where keys never follow queries.
+
+    `grid` is the (rows, columns) of patches that an image model was trained on, None for text.
+    """
 
     heads: int
     length: int
     causal: bool
+    grid: tuple[int, int] | None = None
 
 
 Tensors = Mapping[str, "Tensor"]

@@ -71,11 +71,11 @@ class Family:
             settings = {"text_config": settings} | self.beside
         config = getattr(transformers, self.config)(**settings)
         model = getattr(transformers, self.model)(config).eval()
-        for (
-            parameter
-        ) in model.parameters():  # the default 0.02 leaves attention so flat that a law could pass by rounding
-            if parameter.dim() > 1:
+        for parameter in model.parameters():
+            if parameter.dim() > 1:  # the default 0.02 leaves attention so flat that a law could pass by rounding
                 parameter.data.mul_(4.0)
+                if not parameter.any():  # tables of some families begin with zeros
+                    parameter.data.normal_(std=0.5)
         return model
 
 
@@ -86,6 +86,15 @@ def _roberta(model: str, config: str) -> Family:
 def _scaled(scaling: dict, length: int) -> Family:
     settings = {"rope_parameters": {"rope_theta": 1e4} | scaling, "max_position_embeddings": length}
     return Family("LlamaForCausalLM", "LlamaConfig", ROTARY | settings, True, packs=True)
+
+
+PATCHES = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "intermediate_size": 96, "image_size": 32}
+PATCHES |= {"patch_size": 8, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def _image(name: str, **settings: object) -> Family:
+    model, config = f"{name}ForImageClassification", f"{name}Config"
+    return Family(model, config, PATCHES | settings, False, positions=False, vision=True)
 
 
 FAMILIES: dict[str, Family] = {
@@ -228,15 +237,11 @@ FAMILIES: dict[str, Family] = {
         positions=False,
         layers_key="num_layers",
     ),
-    "vit": Family(
-        "ViTForImageClassification",
-        "ViTConfig",
-        {"hidden_size": WIDTH, "num_attention_heads": HEADS, "intermediate_size": 96, "image_size": 32, "patch_size": 8}
-        | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-        False,
-        positions=False,
-        vision=True,
-    ),
+    "vit": _image("ViT"),
+    "deit": _image("DeiT"),
+    "dinov2": _image("Dinov2"),
+    "dinov2_registers": _image("Dinov2WithRegisters"),
+    "beit": _image("Beit", use_absolute_position_embeddings=True),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -300,6 +300,21 @@ ATTENTION_ROWS = [
     *in_attention("alibi, t5, kerple, fire, sandwich, xpos, logn", "falcon"),
     *in_attention(f"alibi, t5, t5 per layer, kerple, sandwich, {EVERY_ROTATION}", "t5_encoder"),
 ]
+ONE_AXIS = {"ndim": 1}  # patches numbered row by row
+IMAGE_ROWS = [
+    *[
+        replace(row, params=row.params | ONE_AXIS)
+        for names, family in (
+            (f"{EVERY_BIAS}, {EVERY_ROTATION}", "vit"),
+            ("alibi, yarn", "deit"),
+            ("alibi, rope", "dinov2"),
+            ("t5, rope", "dinov2_registers"),
+            ("kerple, rope", "beit"),
+        )
+        for row in in_attention(names, family)
+    ],
+    Row("logn", "vit", {"original_max_position_embeddings": 4}, native=False, keeps_table=True),
+]
 SOME = {"native": False, "recalibrate": True}
 LAYER_ROWS = [
     *[Row("nope", family, layers=(1,), **SOME) for family in ("llama", "gemma3", "gpt_neox", "qwen2_vl", "llama4")],
@@ -318,6 +333,6 @@ LAYER_ROWS = [
     Row("dynamic", "llama", {"factor": 4}, layers=(1,), native=False, **SWITCHING[1]),
 ]
 ROWS = ROTARY_ROWS + SILENT_ROWS + ADDED_ROWS + TABLE_ROWS + MORE_TABLE_ROWS + CONCAT_ROWS + ATTENTION_ROWS
-ROWS += LAYER_ROWS
+ROWS += LAYER_ROWS + IMAGE_ROWS
 CAUSAL_ROWS = [row for row in ROWS if row.anatomy.causal]
 TEXT_ROWS = [row for row in ROWS if not row.anatomy.vision]

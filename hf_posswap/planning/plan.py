@@ -35,6 +35,7 @@ class Plan:
     effective: bool = False
     recalibrate: bool = False
     layers: tuple[int, ...] | None = None
+    ndim: int | None = None
 
     @classmethod
     def of(cls, anatomy: Anatomy, scheme: Scheme, recalled: Record | None = None) -> Plan:
@@ -45,6 +46,7 @@ class Plan:
         if recalled is not None:
             new.measured, new.source = dict(recalled.measured), recalled.source
             new.layers = None if recalled.layers is None else tuple(recalled.layers)
+            new.ndim = recalled.ndim
         return new
 
     @property
@@ -100,10 +102,11 @@ class Plan:
             source=published(self.source),
             layers=None if self.layers is None else list(self.layers),
             stack=self.anatomy.stack,
+            ndim=self.ndim,
         )
 
     def __str__(self) -> str:
-        swap = named(self.scheme, self.layers)
+        swap = named(self.scheme, self.layers, self.ndim)
         lines = [f"{kind(self.anatomy.model)} -> {swap} ({self.storage}, {len(self.edits)} edits)"]
         lines += [f"  config.{path}: {old!r} -> {self._new(path)!r}" for path, old in config_values(self.original)]
         lines += [f"  {edit}" for edit in self.edits if not (isinstance(edit, Replace) and edit.is_idle)]
