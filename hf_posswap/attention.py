@@ -28,7 +28,7 @@ from .anatomy import AttentionDeclaration
 from .errors import PosSwapError
 from .grid import Grid, Sight
 from .parts import given, with_argument
-from .relative import exact_parts, spread
+from .relative import exact_parts, spread, spread_grid
 from .rotation import Rotation
 from .sites import BiasChange
 
@@ -71,6 +71,8 @@ class Attached(nn.Module):
             object.__setattr__(self.change, "parameters", {})  # they live below from now on
             for name, value in change.parameters.items():
                 self.register_parameter(name, nn.Parameter(value.clone().float()))
+        if rotation is not None and rotation.learned:
+            self.register_parameter("frequencies", nn.Parameter(rotation.frequencies.clone()))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move, never cast."""
@@ -85,7 +87,7 @@ class Attached(nn.Module):
 
         self.constants = {name: follow(value) for name, value in self.constants.items()}
         if self.rotation is not None:
-            self.rotation = self.rotation.move(follow)
+            self.rotation = self.rotation.of(follow(self.rotation.frequencies))
         return super()._apply(keep, recurse)
 
     def once(self, what: str, x: Tensor, keys: int, places: Places, compute: Callable[[], Any]) -> Any:
@@ -103,16 +105,18 @@ class Attached(nn.Module):
 
     def rotate(self, x: Tensor, first: int | Tensor, is_key: bool, grid: Grid | None = None) -> Tensor:
         """Queries or keys (B, H, S, D), rotated, at the places first, first + 1, ...; on a grid its patches alone."""
-        what = "keys" if is_key and self.rotation.decay is not None else "queries"
+        rotation = self.rotation.of(self.frequencies) if self.rotation.learned else self.rotation
+        what = "keys" if is_key and rotation.decay is not None else "queries"
 
         def compute() -> tuple[Tensor, Tensor]:
             if grid is None:
                 places = torch.arange(x.shape[-2], device=x.device)[:, None] + first
-                return self.rotation.tables(places, is_key, x.dtype)
-            cos, sin = self.rotation.tables(grid.coordinates(self.rotation.ndim, x.device), is_key, x.dtype)
+                return rotation.tables(places, is_key, x.dtype)
+            coordinates = grid.coordinates(rotation.ndim, rotation.of_image, x.device)
+            cos, sin = rotation.tables(coordinates, is_key, x.dtype)
             return grid.framed(cos, 1.0), grid.framed(sin)
 
-        return self.rotation.turn(x, *self.once(what, x, 0, Places(first, first), compute))
+        return rotation.turn(x, *self.once(what, x, 0, Places(first, first), compute))
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
         return {name: t.to(device) for name, t in [*self._parameters.items(), *self.constants.items()]}
@@ -137,8 +141,12 @@ class Attached(nn.Module):
 
     def on_grid(self, query: Tensor, grid: Grid) -> Tensor:
         """The additive bias between the tokens of an image, (H, S, S), float32; 0 where one of two has no place."""
+        tensors = self.tensors(query.device)
+        if self.change.between is not None:
+            values = _of_heads(self.change.between(tensors, grid.rows, grid.columns), query)
+            return grid.squared(spread_grid(values, grid.rows, grid.columns)) + grid.beside(tensors["beside"])
         distance = torch.arange(1 - grid.patches, grid.patches, device=query.device)
-        values = _of_heads(self.change.bias(self.tensors(query.device), distance), query)
+        values = _of_heads(self.change.bias(tensors, distance), query)
         return grid.squared(spread(values, grid.patches, grid.patches))
 
     def extended(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -285,7 +293,7 @@ def attend(
             count = torch.full_like(count, query.shape[2] - 1)
         factor = change.temperature(count if positions is None else positions)
         query = query * factor[:, None, :, None].to(query.dtype)
-    if change.bias is None and change.placed is None:
+    if change.bias is None and change.placed is None and change.between is None:
         return forward(module, query, key, value, attention_mask, **kwargs)
     if change.factors is not None and backend == "sdpa" and query.shape[2] > 1:  # one query: its bias is small
         scaling, width = kwargs.pop("scaling", None), value.shape[-1]

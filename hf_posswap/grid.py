@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -24,15 +25,26 @@ class Grid:
     def patches(self) -> int:
         return self.rows * self.columns
 
-    def coordinates(self, ndim: int, device: torch.device) -> Tensor:
-        """(patches, ndim) integers: the number in the sequence of patches, or row and column."""
+    def coordinates(self, ndim: int, of_image: bool, device: torch.device) -> Tensor:
+        """(patches, ndim): the number in the sequence of patches, or row and column, integers; `of_image`: these as
+        places of centres, from -2 pi to 2 pi over each side.
+        """
         if ndim == 1:
             return torch.arange(self.patches, device=device)[:, None]
-        axes = (torch.arange(self.rows, device=device), torch.arange(self.columns, device=device))
+        axes = [torch.arange(side, device=device) for side in (self.rows, self.columns)]
+        if of_image:
+            axes = [2 * math.pi * (2 * (axis + 0.5) / len(axis) - 1) for axis in axes]
         return torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).flatten(0, 1)
 
+    def beside(self, values: Tensor) -> Tensor:
+        """(H, 3) values of a token around to a patch, of a patch to it, and between two -> (H, S, S), 0 elsewhere."""
+        patch = F.pad(values.new_ones(self.patches), (self.before, self.after))
+        other = 1 - patch
+        kinds = torch.stack([other[:, None] * patch, patch[:, None] * other, other[:, None] * other])
+        return torch.einsum("hk,kqs->hqs", values, kinds)
+
     def framed(self, values: Tensor, value: float = 0.0) -> Tensor:
-        """(patches, R), a row for each patch, as one for each token."""
+        """(..., patches, R), a row for each patch, as one for each token."""
         return F.pad(values, (0, 0, self.before, self.after), value=value)
 
     def squared(self, values: Tensor) -> Tensor:

@@ -7,8 +7,7 @@ interleaved: dimension 2i turns with 2i + 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,8 +15,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """Angles coordinates * frequencies (ndim, R/2), summed over the axes; `scale` on q and k each; `decay` is xPos's
-    scale base around `centre`.
+    """Angles coordinates * frequencies, summed over the axes: (ndim, R/2), or (H, ndim, R/2) where heads have own ones.
+
+    `scale` multiplies q and k each; `decay` is xPos's scale base around `centre`. `learned`: the frequencies are those
+    at the start. `of_image`: coordinates are of an image from -2 pi to 2 pi, whatever its size.
     """
 
     frequencies: Tensor
@@ -25,20 +26,23 @@ class Rotation:
     interleaved: bool = False
     decay: float | None = None
     centre: int = 0
+    learned: bool = False
+    of_image: bool = False
 
-    def move(self, to: Callable[[Tensor], Tensor]) -> Rotation:
-        return Rotation(to(self.frequencies), self.scale, self.interleaved, self.decay, self.centre)
+    def of(self, frequencies: Tensor) -> Rotation:
+        """The same with other frequencies, or with these elsewhere."""
+        return replace(self, frequencies=frequencies)
 
     @property
     def ndim(self) -> int:
-        return self.frequencies.shape[0]
+        return self.frequencies.shape[-2]
 
     def tables(self, coordinates: Tensor, is_key: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What `turn` needs for tokens at coordinates (S, ndim): cos and sin (S, R).
+        """What `turn` needs for tokens at coordinates (S, ndim): cos and sin (S, R) or (H, S, R).
 
         The first of the two dimensions of a pair has its sine negative.
         """
-        angle = (coordinates[..., None].float() * self.frequencies.to(coordinates.device)).sum(-2)
+        angle = (coordinates[..., None].float() * self.frequencies.to(coordinates.device)[..., None, :, :]).sum(-2)
         cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
         if self.decay is not None:
             size = self._decay(coordinates - self.centre, is_key)

@@ -176,13 +176,14 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
 def _attach(new: Plan, stack: Stack, change: BiasChange | None, rotation: Rotation | None, sight: Sight | None) -> None:
     """Edits that attach a change and a rotation to every attention module of a stack, and tell it their places."""
     common = attention.Attached(change, rotation, sight)
-    if change is None or change.shared:
+    shared = (change is None or change.shared) and (rotation is None or not rotation.learned)
+    if shared:
         new.edits.append(Replace(stack.module, "posswap", common, stack.path))
         new.edits.append(Hook(stack.module, partial(attention.remember, attached=common), stack.path))
         new.edits.append(Hook(stack.module, partial(attention.forget, attached=common), stack.path, after=True))
     for path, module in stack.attentions.items():
         attached = common
-        if change is not None and not change.shared:
+        if not shared:
             attached = attention.Attached(change, rotation, sight)
             new.edits.append(Replace(module, "posswap", attached, path))
         attached.to(next(module.parameters()).device)
@@ -238,6 +239,11 @@ def rotation_of(new: Plan, scheme: Scheme, site: AttentionSite, length: int) -> 
 
     from .rotary import unscaled
 
+    if scheme.ndim == 2:
+        geometry = RotaryGeometry({}, length, site.head_dim, site.head_dim, None, heads=site.heads)
+        change, new.length = scheme.rotary(geometry), length
+        interleaved = change.pairing == "interleaved"
+        return Rotation(change.frequencies, 1.0, interleaved, learned=change.learned, of_image=change.of_image)
     rotary, dim = new.anatomy.rotary, site.head_dim
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     if rotary is not None and not rotary.layer_types:
