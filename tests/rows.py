@@ -70,6 +70,12 @@ class Row:
             return {"pixel_values": pixels(self.params.get("image_size", 32))}
         return {"input_ids": tokens(batch, self.length)}
 
+    def plain_inputs(self) -> dict[str, torch.Tensor]:
+        """Inputs that the un-patched model takes."""
+        if self.anatomy.vision:
+            return {"pixel_values": self.inputs()["pixel_values"][..., :32, :32]}
+        return {"input_ids": tokens(2, 20)}
+
 
 def logits(model: torch.nn.Module, **inputs: Any) -> torch.Tensor:
     with torch.no_grad():

@@ -208,12 +208,7 @@ def test_packed_documents_equal_documents_apart(row: Row):
 
 @by_id(ROWS)
 def test_undo_is_exact(row: Row):
-    model = row.source()
-    inputs = (
-        {"pixel_values": row.inputs()["pixel_values"][..., :32, :32]}
-        if row.anatomy.vision
-        else {"input_ids": tokens(2, 20)}
-    )
+    model, inputs = row.source(), row.plain_inputs()
     before, keys, config = logits(model, **inputs), list(model.state_dict()), model.config.to_dict()
     modules = [name for name, _ in model.named_modules()]
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -250,12 +245,7 @@ def test_twice_is_once_and_another_replaces_it(row: Row):
 def test_other_models_never_notice(row: Row):
     model = row.source()
     sharing = type(model)(model.config).eval()
-    stranger = row.source(seed=1)
-    inputs = (
-        {"pixel_values": row.inputs()["pixel_values"][..., :32, :32]}
-        if row.anatomy.vision
-        else {"input_ids": tokens(2, 20)}
-    )
+    stranger, inputs = row.source(seed=1), row.plain_inputs()
     before = [(logits(m, **inputs), m.config.to_dict()) for m in (sharing, stranger)]
     row.patch(model)
     for other, (values, config) in zip((sharing, stranger), before, strict=True):
