@@ -16,6 +16,7 @@ from .edits import ABSENT, Journal, Replace
 from .errors import PosSwapError, RecalibrationWarning
 from .pictures import Picture
 from .planning import plan
+from .planning.images import chosen_ndim
 from .planning.layers import chosen_layers
 from .planning.limits import limit_edits
 from .planning.picture import form_edits
@@ -50,6 +51,7 @@ def patch_model(
     dry_run: bool = False,
     layers: Sequence[int] | None = None,
     stack: str | None = None,
+    ndim: int | None = None,
     fit: Iterable[Any] | None = None,
     image_size: int | Sequence[int] | None = None,
     patch_size: int | Sequence[int] | None = None,
@@ -67,6 +69,8 @@ def patch_model(
         dry_run: return the Plan, which prints itself, and change nothing.
         stack: of an encoder-decoder model, the `encoder` or the `decoder` alone; both where None or `both`.
         layers: indices of the layers that take the scheme; the others keep the positions they have. None: all.
+        ndim: 1 lets a scheme of one dimension number the patches of an image model row by row; None (or 2) asks for a
+            scheme of two there.
         fit: calibration text, an iterable of batches: (batch, sequence) token ids, dicts of a model's inputs, or with
             tokenizer= strings (cut into rows of the trained length). The model is run on it before anything is
             changed, and the scheme's learned parameters are chosen so that they do what the old positions did;
@@ -100,7 +104,8 @@ def patch_model(
 
         refuse_unfittable(scheme)
     patch = patch_of(model)
-    if patch is not None and fit is None and carries(model, scheme, layers, stack, picture) and not dry_run:
+    asked_for = {"layers": layers, "stack": stack, "ndim": ndim, "picture": picture}
+    if patch is not None and fit is None and carries(model, scheme, **asked_for) and not dry_run:
         done = patch.record
         limits = limit_edits(model, text_config(model), done.length, tokenizer, processor, done.original)
         _swap_limits(model, patch, limits)
@@ -108,7 +113,7 @@ def patch_model(
     if patch is not None:
         _revert(model, patch)
     try:
-        new = plan(model, scheme, tokenizer, processor, layers=layers, stack=stack, picture=picture)
+        new = plan(model, scheme, tokenizer, processor, **asked_for)
         if fit is not None:
             fit_plan(new, fit, tokenizer)
         if not dry_run:
@@ -129,12 +134,13 @@ def carries(
     scheme: Scheme,
     layers: Sequence[int] | None,
     stack: str | None = None,
+    ndim: int | None = None,
     picture: Picture | None = None,
 ) -> bool:
     """Whether a model's record is of this very swap."""
     record, anatomy = record_of(model), examine(model).within(stack)
     chosen = chosen_layers(anatomy, layers)
-    if record is not None and record.stack != anatomy.stack:
+    if record is not None and (record.stack, record.ndim) != (anatomy.stack, chosen_ndim(anatomy, scheme, ndim)):
         return False
     asked = None if chosen is None else list(chosen), None if picture is None else picture.given()
     return record is not None and scheme_of(record) == scheme and (record.layers, record.picture) == asked

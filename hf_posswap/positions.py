@@ -122,7 +122,7 @@ def tile_grid(table: Tensor, grid: tuple[int, ...], new_grid: tuple[int, ...]) -
     return tiled.reshape(-1, table.shape[-1])
 
 
-CONVENTIONS = ("mae", "moco", "big_vision")
+SINCOS = ("mae", "moco", "big_vision")
 
 
 def sincos_grid(

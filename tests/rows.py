@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ class Row:
             return {"pixel_values": pixels(self.params.get("image_size", 32), self.params.get("num_channels", 3))}
         return {"input_ids": tokens(batch, self.length)}
 
-    def inputs_before(self) -> dict[str, torch.Tensor]:
+    def plain_inputs(self) -> dict[str, torch.Tensor]:
         """Inputs that the un-patched model takes."""
         return {"pixel_values": pixels(32)} if self.anatomy.vision else {"input_ids": tokens(2, 20)}
 
@@ -231,6 +231,10 @@ MORE_TABLE_ROWS = [
     Row("sincos2d", "vit", {"convention": "big_vision", "scale": "none"}, undoable=False, recalibrate=True),
     Row("sincos2d", "vit", {"convention": "moco", "image_size": (48, 64)}, undoable=False, recalibrate=True),
     Row("sincos2d", "vit", {"init": "fit", "image_size": 48}, undoable=False, recalibrate=True),
+    *[
+        Row(scheme, "vit", params | {"image_size": 48, "patch_size": 4}, native=False, undoable=False, recalibrate=True)
+        for scheme, params in (("rope", {"ndim": 1}), ("bias2d", {}), ("rope2d", {"kind": "mixed"}))
+    ],
 ]
 UNPATCHED = ("", {})
 CONCAT = {"combine": "concat"}
@@ -319,6 +323,35 @@ ATTENTION_ROWS = [
     *in_attention("alibi, t5, kerple, fire, sandwich, xpos, logn", "falcon"),
     *in_attention(f"alibi, t5, t5 per layer, kerple, sandwich, {EVERY_ROTATION}", "t5_encoder"),
 ]
+ONE_AXIS = {"ndim": 1}  # patches numbered row by row
+IMAGE_ROWS = [
+    *[
+        replace(row, params=row.params | ONE_AXIS)
+        for names, family in (
+            (f"{EVERY_BIAS}, {EVERY_ROTATION}", "vit"),
+            ("alibi, yarn", "deit"),
+            ("alibi, rope", "dinov2"),
+            ("t5, rope", "dinov2_registers"),
+            ("kerple, rope", "beit"),
+        )
+        for row in in_attention(names, family)
+    ],
+    *[
+        Row(name, family, params, native=False, undoable=False, recalibrate=True, **flags)
+        for name, family, params, flags in (
+            ("rope2d", "vit", {}, {"flex": True}),
+            ("rope2d", "vit", {"kind": "mixed", "pairing": "interleaved"}, {"flex": True}),
+            ("rope2d", "deit", {"convention": "xy", "rope_theta": 10000.0}, {}),
+            ("rope2d", "dinov2_registers", {"coordinates": "image"}, {}),
+            ("rope2d", "dinov2", {"kind": "mixed"}, {}),
+            ("bias2d", "vit", {}, {"flex": True}),
+            ("bias2d", "deit", {"per_layer": False, "init": "zeros"}, {}),
+            ("bias2d", "dinov2_registers", {}, {}),
+            ("bias2d", "beit", {}, {}),
+        )
+    ],
+    Row("logn", "vit", {"original_max_position_embeddings": 4}, native=False, keeps_table=True),
+]
 SOME = {"native": False, "recalibrate": True}
 LAYER_ROWS = [
     *[Row("nope", family, layers=(1,), **SOME) for family in ("llama", "gemma3", "gpt_neox", "qwen2_vl", "llama4")],
@@ -337,6 +370,6 @@ LAYER_ROWS = [
     Row("dynamic", "llama", {"factor": 4}, layers=(1,), native=False, **SWITCHING[1]),
 ]
 ROWS = ROTARY_ROWS + SILENT_ROWS + ADDED_ROWS + TABLE_ROWS + MORE_TABLE_ROWS + CONCAT_ROWS + ATTENTION_ROWS
-ROWS += LAYER_ROWS
+ROWS += LAYER_ROWS + IMAGE_ROWS
 CAUSAL_ROWS = [row for row in ROWS if row.anatomy.causal]
 TEXT_ROWS = [row for row in ROWS if not row.anatomy.vision]

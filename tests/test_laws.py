@@ -208,8 +208,7 @@ def test_packed_documents_equal_documents_apart(row: Row):
 
 @by_id(ROWS)
 def test_undo_is_exact(row: Row):
-    model = row.source()
-    inputs = row.inputs_before()
+    model, inputs = row.source(), row.plain_inputs()
     before, keys, config = logits(model, **inputs), list(model.state_dict()), model.config.to_dict()
     modules = [name for name, _ in model.named_modules()]
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -246,8 +245,7 @@ def test_twice_is_once_and_another_replaces_it(row: Row):
 def test_other_models_never_notice(row: Row):
     model = row.source()
     sharing = type(model)(model.config).eval()
-    stranger = row.source(seed=1)
-    inputs = row.inputs_before()
+    stranger, inputs = row.source(seed=1), row.plain_inputs()
     before = [(logits(m, **inputs), m.config.to_dict()) for m in (sharing, stranger)]
     row.patch(model)
     for other, (values, config) in zip((sharing, stranger), before, strict=True):

@@ -15,6 +15,7 @@ from ..record import PORTABLE
 from ..saving import save_edit
 from ..scheme import Scheme
 from ..sites import BIAS, EMBED, ROTARY
+from .images import chosen_ndim
 from .layers import chosen_layers, plan_layers
 from .limits import limit_edits
 from .picture import refuse_picture
@@ -30,6 +31,7 @@ def plan(
     processor: Any = None,
     layers: Sequence[int] | None = None,
     stack: str | None = None,
+    ndim: int | None = None,
     picture: Picture | None = None,
 ) -> Plan:
     """Everything `patch_model` would do, checked, in order. Raises PosSwapError if any of it cannot be done."""
@@ -39,7 +41,8 @@ def plan(
         if getattr(anatomy.config, "max_position_embeddings", None) is None:
             raise PosSwapError(f"{scheme}: the config of {kind(model)} does not say the trained length")
     new = Plan.of(anatomy, scheme)
-    new.layers, new.picture = chosen_layers(anatomy, layers), picture
+    new.layers, new.ndim = chosen_layers(anatomy, layers), chosen_ndim(anatomy, scheme, ndim)
+    new.picture = picture
     refuse_picture(new)
     steps = choose_steps(anatomy, scheme, new.layers, picture)
     new.follow(steps)

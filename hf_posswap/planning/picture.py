@@ -14,6 +14,8 @@ from ..patches import is_patch_convolution, linear_form, rechannel_kernel, resiz
 from ..pictures import LINEAR, Size
 from .plan import Plan, plain_state, refuse_quantised
 
+GRID = "grid"  # in `measured`: the patches that a model was trained on, where it reads others now
+
 
 def sizes(new: Plan, table: TableSite) -> tuple[Size | None, Size | None]:
     """(patches, pixels of a patch) along each axis that a table of patches is to have; (None, None) of text."""
@@ -36,6 +38,8 @@ def resize_picture(new: Plan, table: TableSite) -> None:
     grid, patch = sizes(new, table)
     channels = new.picture.num_channels or new.text.num_channels
     new.effective |= (grid, patch, channels) != (table.grid, table.patch, new.text.num_channels)
+    if grid != table.grid:
+        new.measured.setdefault(GRID, list(table.grid))
     _write_sizes(new, table, grid, patch)
     new.set_config("num_channels", channels)
     path, convolution = patch_convolution(new.anatomy, table)

@@ -36,6 +36,7 @@ class Plan:
     effective: bool = False
     recalibrate: bool = False
     layers: tuple[int, ...] | None = None
+    ndim: int | None = None
     picture: Picture | None = None
 
     @classmethod
@@ -47,6 +48,7 @@ class Plan:
         if recalled is not None:
             new.measured, new.source = dict(recalled.measured), recalled.source
             new.layers = None if recalled.layers is None else tuple(recalled.layers)
+            new.ndim = recalled.ndim
             new.picture = None if recalled.picture is None else Picture(**recalled.picture)
         return new
 
@@ -103,11 +105,12 @@ class Plan:
             source=published(self.source),
             layers=None if self.layers is None else list(self.layers),
             stack=self.anatomy.stack,
+            ndim=self.ndim,
             picture=None if self.picture is None else self.picture.given(),
         )
 
     def __str__(self) -> str:
-        swap = named(self.scheme, self.layers, self.picture)
+        swap = named(self.scheme, self.layers, self.ndim, self.picture)
         lines = [f"{kind(self.anatomy.model)} -> {swap} ({self.storage}, {len(self.edits)} edits)"]
         lines += [f"  config.{path}: {old!r} -> {self._new(path)!r}" for path, old in config_values(self.original)]
         lines += [f"  {edit}" for edit in self.edits if not (isinstance(edit, Replace) and edit.is_idle)]

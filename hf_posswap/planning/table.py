@@ -17,7 +17,7 @@ from ..anatomy import Anatomy, TableSite, kind
 from ..concat import Concatenation, project
 from ..edits import Hook, Replace, same
 from ..errors import PosSwapError
-from ..positions import CONVENTIONS, resize_grid, root_mean_square, sincos_grid
+from ..positions import SINCOS, resize_grid, root_mean_square, sincos_grid
 from ..record import KEY, PORTABLE
 from ..scheme import Scheme
 from ..sites import EmbedChange, EmbedGeometry
@@ -85,7 +85,7 @@ def held_by(table: TableSite) -> str:
     rows = table.positions
     if table.grid is None or len(table.grid) != 2 or rows.shape[1] % 4 or rows.shape[1] < 8 or rows.is_meta:
         return "learned"
-    for convention in CONVENTIONS:
+    for convention in SINCOS:
         waves = sincos_grid(torch.arange(len(rows)), grid=table.grid, dim=rows.shape[1], convention=convention)
         if (rows.float().cpu() - waves).abs().max() <= torch.finfo(rows.dtype).eps ** 0.5:
             return f"sincos2d ({convention})"

@@ -34,10 +34,10 @@ class Sincos2d(Scheme):
     init: str = "exact"
 
     def __post_init__(self) -> None:
-        from ..positions import CONVENTIONS
+        from ..positions import SINCOS
         from .sinusoidal import INITS
 
-        self.check_choice("convention", CONVENTIONS)
+        self.check_choice("convention", SINCOS)
         self.check_choice("scale", SCALES)
         self.check_choice("init", INITS)
         if self.init == "fit" and self.scale != "match":
