@@ -6,8 +6,8 @@ python scripts/evaluate.py --model out/base --scheme yarn --scheme linear --fact
     --curve 16 --retrieval passkey multikey --diagnostics 4 --eval_dir texts --output_dir out/evaluation
 
 Causal models: perplexity, and what is asked for beside it. Masked models and text encoders: pseudo-perplexity, a
-sentence found, short texts. Image models: features by size (--image_dir, --lengths in pixels). An interrupted run goes
-on where it was when it is started again. Several processes:
+sentence found, short texts. Image models: features, and right classes, by size (--image_dir, --lengths in pixels). An
+interrupted run goes on where it was when it is started again. Several processes:
 ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 scripts/evaluate.py ...
 """
 
@@ -102,7 +102,7 @@ class More:
     num_fewshot: int | None = option("Examples before each request of a task.")
     download: bool = option("Tasks may fetch their data; offline otherwise.", False)
     mask_targets: int = option("Tokens that a masked model predicts, one by one.", 64)
-    image_dir: str | None = option("Folder of pictures, for image models.")
+    image_dir: str | None = option("Folder of pictures, for image models; a subfolder for each class, for classifiers.")
     seed: int = option("Of the prompts and tasks.", 0)
 
 
@@ -197,13 +197,14 @@ def measure(
     if kind == IMAGE:
         from transformers import AutoImageProcessor
 
-        from hf_posswap.evaluation.images import read_images
+        from hf_posswap.evaluation.images import read_images, read_labels
         from hf_posswap.record import published
 
         where = models.tokenizer_name or models.base or models.model[0]
         pictures = read_images(more.image_dir, AutoImageProcessor.from_pretrained(where))
         source = {"image_dir": published(more.image_dir)}
-        return compare.compare_images(entries, pictures, evaluation.lengths, source=source, **common)
+        labels = read_labels(more.image_dir, entries[0].load().config.label2id)
+        return compare.compare_images(entries, pictures, evaluation.lengths, labels=labels, source=source, **common)
     tokenizer = tokenizer_of(models)
     tokens = package.tokenize(texts, tokenizer)
     common |= {
