@@ -2,9 +2,9 @@
 
 python scripts/image_study.py --run runs/image_study --output_dir docs/images
 
-Pictures are drawn on the spot: a red and a blue disc on noise; the class is where the blue one stands, seen from the red
-one, so that a model without positions guesses. The base is trained with a learned table; each scheme then takes its
-place, at each resolution. About twelve minutes on one core; a run that was stopped goes on. Writes results.json,
+Pictures are drawn on the spot: a red and a blue disc on noise; the class is where the blue one stands, seen from the
+red one, so that a model without positions guesses. The base is trained with a learned table; each scheme then takes
+its place, at each resolution. About twelve minutes on one core; a run that was stopped goes on. Writes results.json,
 table.md and similarity.png.
 """
 
@@ -253,9 +253,9 @@ def table(found: list[dict[str, Any]], given: StudyArguments) -> str:
         shares = [f"{cell[when]:.3f}" for cell in cells for when in ("untuned", "tuned")]
         lines.append(f"| {name} | {' | '.join(shares)} |")
     return "\n".join(lines) + (
-        f"\n\nShare of {given.test_pictures} pictures whose class is found; guessing finds {1 / len(CLASSES):.2f}. The "
-        f"base, a ViT of {given.layers} layers and width {given.width} trained at {SIDE} x {SIDE} in patches of {PATCH} "
-        f"pixels, finds {base:.3f} there. Tuned: {given.tune_steps} steps of 16 pictures at the new resolution.\n"
+        f"\n\nShare of {given.test_pictures} pictures whose class is found; guessing finds {1 / len(CLASSES):.2f}. "
+        f"The base, a ViT of {given.layers} layers and width {given.width} trained at {SIDE} x {SIDE} in patches of "
+        f"{PATCH} pixels, finds {base:.3f} there. Tuned: {given.tune_steps} steps of 16 pictures at the new resolution.\n"
     )
 
 
