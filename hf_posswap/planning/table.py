@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import parts
@@ -21,6 +22,7 @@ from ..positions import root_mean_square
 from ..record import KEY, PORTABLE
 from ..scheme import Scheme
 from ..sites import EmbedChange, EmbedGeometry
+from .images import is_image
 from .plan import Plan, plain_state, refuse_quantised
 
 STREAMS = ("hc_mult", "hc_count")  # where configs of models with hyper-connections count the streams between layers
@@ -173,6 +175,8 @@ def _resize_masks(new: Plan, table: TableSite, rows: int) -> None:
 def _resize_image(new: Plan, table: TableSite, grid: tuple[int, int], patch: tuple[int, int]) -> None:
     """The image's size and the patch's in the config, and in every module that computed with them when it was built."""
     path = table.path.rpartition(".")[0]
+    if grid != table.grid:
+        _resize_bias(new, grid)
     _set_size(new, "image_size", (grid[0] * patch[0], grid[1] * patch[1]))
     if patch != table.patch:
         _set_size(new, "patch_size", patch)
@@ -189,6 +193,27 @@ def _resize_image(new: Plan, table: TableSite, grid: tuple[int, int], patch: tup
         if live is not table.holder[0] or live is table.owner:  # the table's own size goes with its rows
             for key, value in plain_state(fresh).items():
                 new.replace(live, key, value, name)
+
+
+def _resize_bias(new: Plan, grid: tuple[int, int]) -> None:
+    """BEiT's biases between patches, as its own forward resamples them for every larger image; the class token's stay.
+
+    Raises PosSwapError for a grid that is not square: transformers reads such a table by columns.
+    """
+    site = new.anatomy.bias
+    for path, table in () if site is None else site.tables.items():
+        if grid[0] != grid[1]:
+            raise PosSwapError(
+                f"{new.scheme}: {kind(new.anatomy.model)} has a bias of two dimensions at {path}, which transformers "
+                f"reads rightly on a square of patches alone, and {grid[0]} x {grid[1]} are asked for"
+            )
+        old, side = table.weight, 2 * grid[0] - 1
+        square = old.detach()[:-3].T.float().unflatten(1, [2 * n - 1 for n in table.owner.window_size])
+        resized = F.interpolate(square[None], size=(side, side), mode="bilinear")[0].flatten(1).T.to(old.dtype)
+        rows = nn.Parameter(torch.cat([resized, old.detach()[-3:]]), old.requires_grad)
+        new.edits.append(Replace(table.owner, table.attribute, rows, path))
+        new.replace(table.owner, "window_size", grid, path)
+        new.replace(table.owner, "num_relative_distance", len(rows), path)
 
 
 def _set_size(new: Plan, key: str, size: tuple[int, int]) -> None:
@@ -212,12 +237,14 @@ def silence_bias(new: Plan, scheme: Scheme) -> None:
     refuse_quantised(new.anatomy.model, str(new.scheme))
     for path, table in new.anatomy.bias.tables.items():
         zeros = nn.Parameter(torch.zeros_like(table.weight), requires_grad=False)
-        new.edits.append(Replace(table, "weight", zeros, path))
+        new.edits.append(Replace(table.owner, table.attribute, zeros, path))
     new.effective = True
 
 
 def install_addition(new: Plan, scheme: Scheme) -> None:
     """Position vectors added to what enters the first layer, on a model that has no table."""
+    if is_image(new.anatomy):
+        raise PosSwapError(f"{scheme.name}: {kind(new.anatomy.model)} has no table of positions to resize or to fill")
     path, layer, stack = new.anatomy.first_layer()
     geometry = embed_geometry(new)
     change = scheme.embed(geometry)
