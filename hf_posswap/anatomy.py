@@ -105,12 +105,24 @@ class TableSite:
 
 
 @dataclass(frozen=True)
+class BiasTable:
+    """Learned numbers for each distance: the Parameter `attribute` of `owner`, an nn.Embedding or BEiT's module."""
+
+    owner: nn.Module
+    attribute: str = "weight"
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return getattr(self.owner, self.attribute)
+
+
+@dataclass(frozen=True)
 class BiasSite:
-    """Biases per relative distance: learned ones, nn.Embedding each (path -> module), as T5 and MPNet have them, or
-    the ALiBi of a declared family, which holds no numbers. `shared`: layers cannot have them apart.
+    """Biases per relative distance: learned ones (path -> table), as T5 and MPNet have them, or BEiT of two dimensions,
+    or the ALiBi of a declared family, which holds no numbers. `shared`: layers cannot have them apart.
     """
 
-    tables: dict[str, nn.Embedding]
+    tables: dict[str, BiasTable]
     name: str = "t5"
     shared: bool = True
 
@@ -212,7 +224,7 @@ class Anatomy:
         inside = {id(module) for _, module in part.text_modules()}
         bias = self.bias
         if bias is not None and bias.tables:
-            bias = replace(bias, tables={p: t for p, t in bias.tables.items() if id(t) in inside})
+            bias = replace(bias, tables={p: t for p, t in bias.tables.items() if id(t.owner) in inside})
         return replace(
             part,
             tables=tuple(table for table in self.tables if id(table.owner) in inside),
@@ -300,10 +312,20 @@ def examine(model: PreTrainedModel) -> Anatomy:
         raise PosSwapError(
             f"{kind(model)} (model_type {model.config.model_type!r}) has no site this package recognises: no module "
             "follows transformers' rotary contract, and no table of position vectors matches a declared family"
+            f"{_of_windows(model)}"
         )
     if anatomy.tables:
         _refuse_unexplained(anatomy)
     return anatomy
+
+
+def _of_windows(model: PreTrainedModel) -> str:
+    """What else is to be said of a model like Swin."""
+    held = (path for path, module in model.named_modules() if "relative_position_bias_table" in module._parameters)
+    path = next(held, None)
+    return (
+        "" if path is None else f"; it has a bias within windows at {path}, which shift and merge from layer to layer"
+    )
 
 
 def find_sites(model: PreTrainedModel) -> Anatomy:
@@ -398,18 +420,27 @@ def find_fixed(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def find_bias(model: PreTrainedModel) -> BiasSite | None:
-    tables = {
-        f"{path}.relative_attention_bias": module.relative_attention_bias
-        for path, module in model.named_modules()
-        if isinstance(module._modules.get("relative_attention_bias"), nn.Embedding)
-    }
+    tables, grids = {}, {}
+    for path, module in model.named_modules():
+        if isinstance(module._modules.get("relative_attention_bias"), nn.Embedding):
+            tables[f"{path}.relative_attention_bias"] = BiasTable(module.relative_attention_bias)
+        elif _is_of_a_grid(module):
+            grids[path] = BiasTable(module, "relative_position_bias_table")
     if tables:
         return BiasSite(tables)
+    if grids:
+        return BiasSite(grids, "bias2d", shared=len(grids) == 1)
     own = next(iter(own_attention(model).values()), None)
     has = own is not None and (getattr(text_config(model), own.alibi) if isinstance(own.alibi, str) else own.alibi)
     if not has:
         return None
     return BiasSite({}, "alibi", shared=bool(own.off))
+
+
+def _is_of_a_grid(module: nn.Module) -> bool:
+    """Whether it is BEiT's bias between all patches, and three numbers for its class token: not one within windows."""
+    table, window = module._parameters.get("relative_position_bias_table"), getattr(module, "window_size", None)
+    return table is not None and len(table) == (2 * window[0] - 1) * (2 * window[1] - 1) + 3
 
 
 def own_attention(model: PreTrainedModel) -> dict[nn.Module, AttentionDeclaration]:
@@ -484,13 +515,13 @@ def _refuse_unexplained(anatomy: Anatomy) -> None:
     """A second, unknown place for positions beside a table would stay behind in silence: refuse the model."""
     model, bias = anatomy.model, anatomy.bias
     known = {id(module) for table in anatomy.tables for module in table.owner.modules()}
-    known |= {id(t) for t in (bias.tables.values() if bias else ())}
+    known |= {id(t.owner) for t in (bias.tables.values() if bias else ())}
     if model.main_input_name != "pixel_values":  # a picture's is no table, and some classes do not find it
         known.add(id(model.get_input_embeddings()))
     for path, module in anatomy.text_modules():
         if isinstance(module, nn.Embedding) and id(module) not in known:
             raise PosSwapError(f"{kind(model)} holds another table at {path} whose part in its positions is unknown")
-        if "relative_position_bias_table" in module._parameters:
+        if "relative_position_bias_table" in module._parameters and id(module) not in known:
             raise PosSwapError(f"{kind(model)} has a bias of two dimensions at {path} too, which is not swapped")
     for path, parameter in model.named_parameters():
         for table in (table for table in anatomy.tables if table.grid and parameter.dim() > 2):

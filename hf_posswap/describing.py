@@ -202,13 +202,13 @@ def _describe_tables(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDe
 def _describe_fixed(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDescription]:
     for module in anatomy.fixed.values():
         words, mine = _of_stack(anatomy, record, module)
-        has = NOTHING if _silenced(anatomy, mine) else "sinusoidal"
+        has = NOTHING if _silenced(anatomy, mine, EMBED) else "sinusoidal"
         yield SiteDescription(EMBED, "sinusoidal", has, f"{words}computed")
 
 
 def _describe_table(anatomy: Anatomy, table: TableSite, record: Record | None) -> SiteDescription:
     replaced = record is not None and EMBED in scheme_of(record).sites
-    has = NOTHING if _silenced(anatomy, record) else record.scheme if replaced else "learned"
+    has = NOTHING if _silenced(anatomy, record, EMBED) else record.scheme if replaced else "learned"
     state = "trainable" if table.weight.requires_grad else "frozen"
     size = f"{' x '.join(map(str, table.grid))} patches" if table.grid else f"{table.length} positions"
     joined = ", concatenated and projected" if replaced and _concatenated(scheme_of(record)) else ""
@@ -232,13 +232,14 @@ def _describe_bias(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDesc
     """One line, or one for each stack whose layers have biases."""
     seen: set[str] = set()
     for table in anatomy.bias.tables.values() or (None,):
-        words, mine = ("", record) if table is None else _of_stack(anatomy, record, table)
+        words, mine = ("", record) if table is None else _of_stack(anatomy, record, table.owner)
         if words in seen:
             continue
         seen.add(words)
         had, replaced = anatomy.bias.name, mine is not None and BIAS in scheme_of(mine).sites
-        has = _in_layers(mine, had, NOTHING if _silenced(anatomy, mine) else mine.scheme if replaced else had)
-        own = "" if table is None else f"{table.num_embeddings} buckets"
+        has = _in_layers(mine, had, NOTHING if _silenced(anatomy, mine, BIAS) else mine.scheme if replaced else had)
+        what = "distances" if had == "bias2d" else "buckets"
+        own = "" if table is None else f"{len(table.weight)} {what}"
         yield SiteDescription(BIAS, had, has, words + ("inside attention" if replaced else own))
 
 
@@ -266,15 +267,15 @@ def _concatenated(scheme: Scheme) -> bool:
     return getattr(scheme, "combine", "add") == "concat"
 
 
-def _silenced(anatomy: Anatomy, record: Record | None) -> bool:
-    """Whether the model's own sites were silenced, all of them, by a swap that put nothing like them there."""
+def _silenced(anatomy: Anatomy, record: Record | None, site: str) -> bool:
+    """Whether one of the model's own sites was silenced by a swap that put nothing like it there."""
     scheme = None if record is None else scheme_of(record)
-    return scheme is not None and not scheme.stacks and not scheme.sites & anatomy.sites
+    return scheme is not None and site in scheme.silences(anatomy.sites) - scheme.sites
 
 
 def _table_is_bypassed(anatomy: Anatomy) -> bool:
     record = record_of(anatomy.model)
-    return _silenced(anatomy, record) and record.storage == PORTABLE
+    return _silenced(anatomy, record, EMBED) and record.storage == PORTABLE
 
 
 def _number(value: Any) -> str:
@@ -591,5 +592,5 @@ def _table_faults(anatomy: Anatomy, table: TableSite, record: Record | None) -> 
         expected = scheme.embed(geometry).vectors(torch.arange(len(rows), device=rows.device)).to(rows.dtype)
         if not same(rows, expected):
             yield f"{table.path}: is not the {scheme} table that the record says"
-    if _silenced(anatomy, record) and bool(table.rows.any()):
+    if _silenced(anatomy, record, EMBED) and bool(table.rows.any()):
         yield f"{table.path}: the record says it is silenced, and it is not zero"

@@ -39,6 +39,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "sandwich": [{}],
     "logn": [{}, {"clip": False}],
     "xpos": [{}],
+    "rope2d": [{}, {"kind": "mixed"}],
+    "bias2d": [{}],
 }
 STYLES = ("-", "-.", (0, (1, 1)))
 
@@ -47,7 +49,9 @@ def draw(name: str) -> Any:
     """A matplotlib figure of one scheme. Raises NotImplementedError for a site that has no picture."""
     cls = registry()[name]
     variants = [_variant(name, params) for params in VARIANTS.get(name, EXAMPLE)]
-    if cls.sites == {BIAS}:
+    if cls.ndim == 2 and cls.sites <= {BIAS, ROTARY}:
+        figure = _draw_maps(variants)
+    elif cls.sites == {BIAS}:
         figure = _draw_temperature(variants) if cls.stacks else _draw_bias(variants)
     elif cls.in_attention:
         figure = _draw_decay(variants)
@@ -180,6 +184,41 @@ def _draw_decay(variants: list[Scheme]) -> Any:
     axis.set(xlabel="distance (tokens)", ylabel="q·k of equal vectors, smoothed")
     axis.legend(fontsize=8)
     return figure
+
+
+SIDE = 14  # patches of a side of the image that a scheme of two dimensions is drawn on
+
+
+def _draw_maps(variants: list[Scheme]) -> Any:
+    """What a patch in the middle adds to its logits, or scores with vectors equal to its own, over all offsets."""
+    maps = [one for scheme in variants for one in _maps(scheme)]
+    figure, axes = _axes(len(maps), 2.7 * len(maps) + 1.2, sharey=True)
+    reach = (0.5 - SIDE, SIDE - 0.5)
+    for axis, (label, values) in zip(axes, maps, strict=True):
+        image = axis.imshow(values, cmap="gray", extent=(*reach, *reach[::-1]), interpolation="nearest")
+        axis.set_title(label, fontsize=9)
+        axis.set_xlabel("columns to the key")
+        figure.colorbar(image, ax=axis, shrink=0.8)
+    axes[0].set_ylabel("rows to the key")
+    return figure
+
+
+def _maps(scheme: Scheme) -> list[tuple[str, Tensor]]:
+    """(label, values (2 SIDE - 1, 2 SIDE - 1) by rows and columns from query to key) of a few heads."""
+    given = ", ".join(f"{k}={v}" for k, v in scheme.given().items()) or "as it starts"
+    if BIAS in scheme.sites:
+        change = scheme.bias(BiasGeometry(HEADS, SIDE * SIDE, causal=False, grid=(SIDE, SIDE)))
+        values = change.between(change.parameters, SIDE, SIDE)
+        return [(f"{given}, head {head + 1} of {HEADS}", values[head]) for head in (0, HEADS // 2, HEADS - 1)]
+    change = scheme.rotary(RotaryGeometry({}, SIDE * SIDE, HEAD_DIM, HEAD_DIM, None, heads=HEADS))
+    offset = torch.arange(1 - SIDE, SIDE)
+    away = torch.stack(torch.meshgrid(offset, offset, indexing="ij"), -1).double()
+    if change.frequencies.dim() == 2:
+        return [("kind=axial, every head", (away @ change.frequencies.double()).cos().mean(-1))]
+    return [
+        (f"{given}, head {head + 1} of {HEADS}", (away @ change.frequencies[head].double()).cos().mean(-1))
+        for head in (0, HEADS // 2, HEADS - 1)
+    ]
 
 
 def _short(label: str) -> str:

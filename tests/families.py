@@ -246,6 +246,8 @@ FAMILIES: dict[str, Family] = {
     "deit": _image("DeiT"),
     "dinov2": _image("Dinov2"),
     "dinov2_registers": _image("Dinov2WithRegisters"),
+    "beit_bias": _image("Beit", use_relative_position_bias=True),
+    "beit_shared": _image("Beit", use_shared_relative_position_bias=True, use_absolute_position_embeddings=True),
     "beit": _image("Beit", use_absolute_position_embeddings=True),
     "ijepa": _image("IJepa"),
     "clip": _tower("CLIP"),

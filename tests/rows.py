@@ -67,7 +67,8 @@ class Row:
     def inputs(self, batch: int = 2) -> dict[str, torch.Tensor]:
         """Inputs on which the effect shows; of the new size, on image models."""
         if self.anatomy.vision:
-            return {"pixel_values": pixels(self.params.get("image_size", 32), self.params.get("num_channels", 3))}
+            size, channels = self.params.get("image_size", 32), self.params.get("num_channels", 3)
+            return {"pixel_values": pixels(size, channels)[:batch]}
         return {"input_ids": tokens(batch, self.length)}
 
     def plain_inputs(self) -> dict[str, torch.Tensor]:
@@ -177,7 +178,10 @@ SILENT_ROWS = [
     Row("nope", "cohere", recalibrate=True),
     Row("nope", "gemma3", recalibrate=True),
     Row("nope", "gpt_neox", native=False, recalibrate=True),
-    *[Row("nope", family, undoable=False, recalibrate=True) for family in (*TABLES, "vit", "t5_encoder")],
+    *[
+        Row("nope", family, undoable=False, recalibrate=True)
+        for family in (*TABLES, "vit", "t5_encoder", "beit_bias", "beit_shared")
+    ],
     *[Row("nope", family, native=False, recalibrate=True) for family in ("bloom", "mpt", "falcon_alibi")],
     Row("nope", "falcon", recalibrate=True),
     Row("nope", "phi3", native=False, recalibrate=True),  # its config holds no silence
@@ -333,6 +337,7 @@ IMAGE_ROWS = [
             ("alibi, rope", "dinov2"),
             ("t5, rope", "dinov2_registers"),
             ("kerple, rope", "beit"),
+            ("alibi, rope", "beit_bias"),
         )
         for row in in_attention(names, family)
     ],
@@ -348,6 +353,9 @@ IMAGE_ROWS = [
             ("bias2d", "deit", {"per_layer": False, "init": "zeros"}, {}),
             ("bias2d", "dinov2_registers", {}, {}),
             ("bias2d", "beit", {}, {}),
+            ("bias2d", "beit_bias", {}, {}),
+            ("bias2d", "beit_shared", {"per_layer": False}, {}),
+            ("rope2d", "beit_bias", {}, {}),
         )
     ],
     Row("logn", "vit", {"original_max_position_embeddings": 4}, native=False, keeps_table=True),

@@ -33,6 +33,7 @@ TOWERS = {
     "yolos": ("YolosModel", "YolosConfig", YOLOS, 6),
 }
 ON_THE_FLY = {"yolos": {}}  # arguments by which a tower resamples as it is called; yolos always does
+SWIN = {"embed_dim": 16, "depths": [1, 1], "num_attention_heads": [2, 2], "window_size": 2, "patch_size": 4}
 towers = pytest.mark.parametrize("tower", TOWERS)
 
 
@@ -107,6 +108,25 @@ def test_enlarged_image_in_enlarged_patches_is_seen_as_the_small_one(tower: str)
     torch.testing.assert_close(states(model, larger), before, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_resized_beit_has_its_biases_resized_as_its_own_forward_does(shared: bool, tmp_path: Path):
+    kind = "use_shared_relative_position_bias" if shared else "use_relative_position_bias"
+    torch.manual_seed(0)
+    config = transformers.BeitConfig(**IMAGE | {"use_absolute_position_embeddings": True, kind: True})
+    model, image = transformers.BeitModel(config).eval(), pixels(48)
+    for name, parameter in model.named_parameters():
+        if "position" in name:
+            torch.nn.init.normal_(parameter)
+    small, before, after = pixels(32), states(model, pixels(32)), states(model, image)
+    with pytest.raises(PosSwapError, match="on a square of patches alone, and 4 x 8 are asked for"):
+        patch_model(model, "learned", image_size=(32, 64))
+    patch_model(model, "learned", image_size=48)
+    torch.testing.assert_close(states(model, image), after)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(states(type(model).from_pretrained(tmp_path), image), states(model, image))
+    assert torch.equal(states(unpatch_model(model), small), before)
+
+
 @towers
 def test_same_size_changes_nothing_and_is_refused(tower: str):
     model, image = built(tower), pixels(32)
@@ -159,15 +179,10 @@ def test_refused_and_untouched(tower: str, params: dict, reason: str):
         ("YolosModel", "YolosConfig", {"image_size": [32, 32]}, "another table of positions"),
         ("ViTMAEForPreTraining", "ViTMAEConfig", {"decoder_hidden_size": 16}, "another table of positions"),
         ("VideoMAEModel", "VideoMAEConfig", {"num_frames": 4}, "no site"),
-        ("BeitModel", "BeitConfig", {"use_relative_position_bias": True}, "no site"),
-        (
-            "BeitModel",
-            "BeitConfig",
-            {"use_relative_position_bias": True, "use_absolute_position_embeddings": True},
-            "bias of two dimensions",
-        ),
+        ("BeitModel", "BeitConfig", {"use_relative_position_bias": True}, "has no table of patches to resize"),
+        ("SwinModel", "SwinConfig", SWIN, "no site this package recognises: .* bias within windows at .*which shift"),
     ],
-    ids=["yolos", "mae decoder", "videomae", "beit", "beit both"],
+    ids=["yolos", "mae decoder", "videomae", "beit", "swin"],
 )
 def test_model_that_is_not_understood_is_refused(model: str, config: str, settings: dict, reason: str):
     built = getattr(transformers, model)(getattr(transformers, config)(**IMAGE | settings))

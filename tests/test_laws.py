@@ -227,12 +227,11 @@ def test_undo_is_exact(row: Row):
 @by_id(ROWS)
 def test_twice_is_once_and_another_replaces_it(row: Row):
     model = row.source()
-    places = "learned" if row.anatomy.vision else "sinusoidal" if row.anatomy.positions else "rope"
+    places = "rope2d" if row.anatomy.vision else "sinusoidal" if row.anatomy.positions else "rope"
     other = "nope" if row.scheme != "nope" else places
-    params = {"image_size": 64} if other == "learned" else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RecalibrationWarning)
-        patch_model(model, other, **params)
+        patch_model(model, other)
     row.patch(row.patch(model))
     assert torch.equal(logits(model, **row.inputs()), logits(row.patched(), **row.inputs()))
     assert model.config.to_dict() == row.patched().config.to_dict()

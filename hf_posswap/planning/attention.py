@@ -170,7 +170,8 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
     new.storage = PORTABLE
     native = new.anatomy.bias
     # a family that adds ALiBi in each layer has the paper's slopes; Falcon, which adds it for all, has its own
-    new.effective = native is None or native.shared or native.name != scheme.name or bool(scheme.given())
+    same = native is not None and native.name == scheme.name and not (native.shared or native.tables)
+    new.effective = not same or bool(scheme.given())
     new.length = new.length or length
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ..anatomy import Anatomy, TableSite, kind
@@ -28,7 +29,9 @@ def refuse_picture(new: Plan) -> None:
     """Raise PosSwapError where a picture is asked for of a model that reads none."""
     if new.picture is not None and not any(table.grid for table in new.anatomy.tables):
         name, value = next(iter(new.picture.given().items()))
-        raise PosSwapError(f"{new.scheme}: {name}={value!r} is for image models, and {kind(new.anatomy.model)} is none")
+        model = new.anatomy.model
+        has = "has no table of patches to resize" if model.main_input_name == "pixel_values" else "is none"
+        raise PosSwapError(f"{new.scheme}: {name}={value!r} is for image models, and {kind(model)} {has}")
 
 
 def resize_picture(new: Plan, table: TableSite) -> None:
@@ -40,6 +43,7 @@ def resize_picture(new: Plan, table: TableSite) -> None:
     new.effective |= (grid, patch, channels) != (table.grid, table.patch, new.text.num_channels)
     if grid != table.grid:
         new.measured.setdefault(GRID, list(table.grid))
+        _resize_bias(new, grid)
     _write_sizes(new, table, grid, patch)
     new.set_config("num_channels", channels)
     path, convolution = patch_convolution(new.anatomy, table)
@@ -51,6 +55,27 @@ def resize_picture(new: Plan, table: TableSite) -> None:
     for edit in form_edits(new.anatomy, table, new.picture.patch_form):
         new.effective = True
         new.edits.append(edit)
+
+
+def _resize_bias(new: Plan, grid: Size) -> None:
+    """BEiT's biases between patches, as its own forward resamples them for every larger image; the class token's stay.
+
+    Raises PosSwapError for a grid that is not square: transformers reads such a table by columns.
+    """
+    site = new.anatomy.bias
+    for path, table in () if site is None else site.tables.items():
+        if grid[0] != grid[1]:
+            raise PosSwapError(
+                f"{new.scheme}: {kind(new.anatomy.model)} has a bias of two dimensions at {path}, which transformers "
+                f"reads rightly on a square of patches alone, and {grid[0]} x {grid[1]} are asked for"
+            )
+        old, side = table.weight, 2 * grid[0] - 1
+        square = old.detach()[:-3].T.float().unflatten(1, [2 * n - 1 for n in table.owner.window_size])
+        resized = F.interpolate(square[None], size=(side, side), mode="bilinear")[0].flatten(1).T.to(old.dtype)
+        rows = nn.Parameter(torch.cat([resized, old.detach()[-3:]]), old.requires_grad)
+        new.edits.append(Replace(table.owner, table.attribute, rows, path))
+        new.replace(table.owner, "window_size", grid, path)
+        new.replace(table.owner, "num_relative_distance", len(rows), path)
 
 
 def form_edits(anatomy: Anatomy, table: TableSite, form: str | None) -> Iterator[Replace]:

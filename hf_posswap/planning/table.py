@@ -21,6 +21,7 @@ from ..positions import SINCOS, resize_grid, root_mean_square, sincos_grid
 from ..record import KEY, PORTABLE
 from ..scheme import Scheme
 from ..sites import EmbedChange, EmbedGeometry
+from .images import is_image
 from .picture import resize_picture, sizes
 from .plan import Plan, refuse_quantised
 
@@ -231,12 +232,14 @@ def silence_bias(new: Plan, scheme: Scheme) -> None:
     refuse_quantised(new.anatomy.model, str(new.scheme))
     for path, table in new.anatomy.bias.tables.items():
         zeros = nn.Parameter(torch.zeros_like(table.weight), requires_grad=False)
-        new.edits.append(Replace(table, "weight", zeros, path))
+        new.edits.append(Replace(table.owner, table.attribute, zeros, path))
     new.effective = True
 
 
 def install_addition(new: Plan, scheme: Scheme) -> None:
     """Position vectors added to what enters the first layer, on a model that has no table."""
+    if is_image(new.anatomy):
+        raise PosSwapError(f"{scheme.name}: {kind(new.anatomy.model)} has no table of positions to resize or to fill")
     path, layer, stack = new.anatomy.first_layer()
     geometry = embed_geometry(new)
     change = scheme.embed(geometry)
