@@ -255,7 +255,7 @@ def table(found: list[dict[str, Any]], given: StudyArguments) -> str:
     return "\n".join(lines) + (
         f"\n\nShare of {given.test_pictures} pictures whose class is found; guessing finds {1 / len(CLASSES):.2f}. "
         f"The base, a ViT of {given.layers} layers and width {given.width} trained at {SIDE} x {SIDE} in patches of "
-        f"{PATCH} pixels, finds {base:.3f} there. Tuned: {given.tune_steps} steps of 16 pictures at the new resolution.\n"
+        f"{PATCH} pixels, finds {base:.3f} there. Tuned: {given.tune_steps} steps of 16 pictures at the new size.\n"
     )
 
 

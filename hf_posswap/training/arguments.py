@@ -264,7 +264,7 @@ class FinetuneArguments:
         value = getattr(self, name)
         if value is None:
             return
-        whole = next(f.type for f in fields(self) if f.name == name).startswith("int")
+        whole = "int" in str(next(f.type for f in fields(self) if f.name == name))  # a parser puts types for names
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
             raise PosSwapError(f"{name}={value!r} is not a {'whole ' if whole else ''}number")
         if not math.isfinite(value) or value < at_least:
