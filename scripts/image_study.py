@@ -20,8 +20,9 @@ from typing import Any
 from hf_posswap.arguments import parse, run
 
 CLASSES = ("above", "below", "left", "right")
-SHAPE = 6  # pixels of a disc, and of half the least distance between two, in a picture of SIDE
-SIDE, PATCH = 32, 4
+SIDE, PATCH = 24, 4  # pixels
+DISC, APART = 5, 8  # pixels: a disc, and the least distance between two along the axis that tells the class
+INITIALIZER_RANGE = 0.1  # at transformers' 0.02 a model this small had learned nothing after 300 steps
 DRAWN = ("learned2d", "sincos2d")  # schemes whose table is drawn
 SWAPS: dict[str, tuple[str, dict[str, Any]]] = {
     "learned2d bicubic": ("learned2d", {}),
@@ -43,12 +44,12 @@ class StudyArguments:
 
     output_dir: str = field(metadata={"help": "Folder for results.json, table.md and similarity.png."})
     run: str = field(default="runs/image_study", metadata={"help": "Folder for pictures, models and finished cells."})
-    scales: list[int] = field(default_factory=lambda: [2, 3], metadata={"help": "Resolutions, times the base's 32."})
+    scales: list[int] = field(default_factory=lambda: [2, 3], metadata={"help": "Resolutions, times the base's 24."})
     schemes: list[str] | None = field(default=None, metadata={"help": f"Some of: {'; '.join(SWAPS)}. All, else."})
     train_pictures: int = field(default=8192, metadata={"help": "Pictures that the base is trained on."})
     tune_pictures: int = field(default=1024, metadata={"help": "Pictures of each fine-tune."})
     test_pictures: int = field(default=400, metadata={"help": "Pictures that are classified, the same at every size."})
-    steps: int = field(default=2000, metadata={"help": "Steps of the base, 64 pictures each."})
+    steps: int = field(default=800, metadata={"help": "Steps of the base, 64 pictures each."})
     tune_steps: int = field(default=48, metadata={"help": "Steps of a fine-tune, 16 pictures each."})
     width: int = field(default=64, metadata={"help": "Hidden size; a multiple of 16."})
     layers: int = field(default=3, metadata={"help": "Layers."})
@@ -114,7 +115,7 @@ class Study:
         """The folder of the trained ViT and its processor."""
         folder = self.folder / "base"
         if not (folder / "train_log.json").exists():
-            self.train(*self.fresh(), folder, "train", 1, self.given.steps, 64, 2e-3)
+            self.train(*self.fresh(), folder, "train", 1, self.given.steps, 64, 1e-3)
         return folder
 
     def fresh(self) -> tuple[Any, Any]:
@@ -133,6 +134,7 @@ class Study:
             num_labels=len(CLASSES),
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
+            initializer_range=INITIALIZER_RANGE,
         )
         return ViTForImageClassification(config), ViTImageProcessor(size={"height": SIDE, "width": SIDE})
 
@@ -225,7 +227,7 @@ def write_pictures(folder: Path, count: int, scale: int, seed: tuple[int, int]) 
         picture = Image.fromarray(grey.repeat(3, axis=2))
         pen = ImageDraw.Draw(picture)
         for place, colour in zip(draw_places(rng, label), ("red", "blue"), strict=True):
-            pen.ellipse([*(scale * place).tolist(), *(scale * (place + SHAPE) - 1).tolist()], fill=colour)
+            pen.ellipse([*(scale * place).tolist(), *(scale * (place + DISC) - 1).tolist()], fill=colour)
         picture.save(folder / label / f"{number:05d}.png")
 
 
@@ -233,9 +235,9 @@ def draw_places(rng: Any, label: str) -> tuple[Any, Any]:
     """(red, blue): their upper left corners, (x, y) in pixels of SIDE, the blue one on the side that the class says."""
     axis, sign = ("left", "right", "above", "below").index(label) // 2, 1 if label in ("right", "below") else -1
     while True:
-        red, blue = rng.integers(0, SIDE - SHAPE, (2, 2), endpoint=True)
+        red, blue = rng.integers(0, SIDE - DISC, (2, 2), endpoint=True)
         away = blue - red
-        if sign * away[axis] >= 2 * SHAPE and abs(away[1 - axis]) < abs(away[axis]) - SHAPE // 2:
+        if sign * away[axis] >= APART and abs(away[1 - axis]) < abs(away[axis]) - 2:
             return red, blue
 
 
