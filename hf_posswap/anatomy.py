@@ -55,8 +55,9 @@ class TableSite:
     """A learned table of position vectors, and everything on the model that has its length.
 
     `owner` holds the table under `attribute`, an nn.Embedding (rows, E) or a Parameter (1, rows, E). The first
-    `reserved` rows are not positions (padding, offsets, prefix tokens). `counted` says whether the config's length
-    counts them. `buffers` are index buffers of the owner, as long as the table.
+    `reserved` rows are not positions (padding, offsets, prefix tokens), nor are the last `trailing`. `counted` says
+    whether the config's length counts them. `buffers` are index buffers of the owner, as long as the table. `grid`:
+    patches along each axis of an image (rows, columns) or a video (frames first), `patch` the pixels of one.
     """
 
     family: str
@@ -67,8 +68,9 @@ class TableSite:
     counted: bool
     config: PreTrainedConfig
     buffers: tuple[str, ...] = ()
-    grid: tuple[int, int] | None = None
-    patch: tuple[int, int] | None = None
+    grid: tuple[int, ...] | None = None
+    patch: tuple[int, ...] | None = None
+    trailing: int = 0
 
     @property
     def holder(self) -> tuple[nn.Module, str]:
@@ -89,7 +91,17 @@ class TableSite:
     @property
     def length(self) -> int:
         """Positions that the table holds."""
-        return self.rows.shape[0] - self.reserved
+        return self.rows.shape[0] - self.reserved - self.trailing
+
+    @property
+    def positions(self) -> Tensor:
+        """The rows that are positions, (P, E)."""
+        return self.rows[self.reserved : self.reserved + self.length]
+
+    @property
+    def others(self) -> tuple[Tensor, Tensor]:
+        """The rows before and behind them."""
+        return self.rows[: self.reserved], self.rows[self.reserved + self.length :]
 
 
 @dataclass(frozen=True)
@@ -120,7 +132,7 @@ class TableDeclaration:
     """Where a family keeps its table: what `anatomies/*.py` say.
 
     `attribute`: the table's name on its owner. `fits(owner, config)`: whether this owner is of the family.
-    `reserved(owner)`: rows that are not positions. The rest is as in TableSite.
+    `reserved(owner)`, `trailing(owner)`: rows that are not positions. The rest is as in TableSite.
     """
 
     family: str
@@ -129,8 +141,9 @@ class TableDeclaration:
     reserved: Callable[[nn.Module], int]
     counted: bool = True
     buffers: tuple[str, ...] = ()
-    grid: Callable[[nn.Module], tuple[int, int]] | None = None
-    patch: Callable[[nn.Module], tuple[int, int]] | None = None
+    grid: Callable[[nn.Module], tuple[int, ...]] | None = None
+    patch: Callable[[nn.Module], tuple[int, ...]] | None = None
+    trailing: Callable[[nn.Module], int] | None = None
 
 
 def always(module: nn.Module) -> bool:
@@ -273,8 +286,12 @@ def kind(model: nn.Module) -> str:
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """The config of the text stack; the model's own where there is no other."""
-    return model.config.get_text_config()
+    """The config of the text stack; the model's own where there is no other, its tower's where that is all it has."""
+    text, vision = model.config.get_text_config(), getattr(model.config, "vision_config", None)
+    if vision is None or model.main_input_name != "pixel_values":
+        return text
+    reads = any(getattr(module, "config", None) is text for module in model.modules())
+    return text if reads else vision
 
 
 def examine(model: PreTrainedModel) -> Anatomy:
@@ -386,6 +403,7 @@ def _table_site(model: PreTrainedModel, path: str, owner: nn.Module, declaration
         buffers=tuple(name for name in declaration.buffers if name in owner._buffers),
         grid=declaration.grid(owner) if declaration.grid else None,
         patch=declaration.patch(owner) if declaration.patch else None,
+        trailing=declaration.trailing(owner) if declaration.trailing else 0,
     )
 
 
@@ -498,13 +516,17 @@ def _refuse_unexplained(anatomy: Anatomy) -> None:
     model, bias = anatomy.model, anatomy.bias
     known = {id(module) for table in anatomy.tables for module in table.owner.modules()}
     known |= {id(t.owner) for t in (bias.tables.values() if bias else ())}
-    known.add(id(model.get_input_embeddings()))
+    if model.main_input_name != "pixel_values":  # a picture's is no table, and some classes do not find it
+        known.add(id(model.get_input_embeddings()))
     for path, module in anatomy.text_modules():
         if isinstance(module, nn.Embedding) and id(module) not in known:
             raise PosSwapError(f"{kind(model)} holds another table at {path} whose part in its positions is unknown")
         if "relative_position_bias_table" in module._parameters and id(module) not in known:
             raise PosSwapError(f"{kind(model)} has a bias of two dimensions at {path} too, which is not swapped")
     for path, parameter in model.named_parameters():
-        same = [table for table in anatomy.tables if table.grid and parameter.shape[-2:] == table.rows.shape]
-        if parameter.dim() > 2 and any(table.weight is not parameter for table in same):
-            raise PosSwapError(f"{kind(model)} holds another table of positions at {path}, which is not resized")
+        for table in (table for table in anatomy.tables if table.grid and parameter.dim() > 2):
+            rows, width = table.rows.shape
+            single = parameter.shape[:-2].numel() == 1  # then of another width too: that of a decoder
+            alike = parameter.shape[-2] == rows and (single or parameter.shape[-1] == width)
+            if alike and parameter is not table.weight:
+                raise PosSwapError(f"{kind(model)} holds another table of positions at {path}, which is not resized")

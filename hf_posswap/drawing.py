@@ -29,6 +29,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "proportional": [{"partial_rotary_factor": 0.75}],
     "sinusoidal": [{"layout": "interleaved"}, {"layout": "halves"}, {"init": "fit"}],
     "learned": [{"init": init} for init in ("interpolate", "tile", "hierarchical", "fit", "random")],
+    "learned2d": [{"resize": "bicubic"}, {"resize": "bilinear"}, {"resize": "tile"}],
+    "sincos2d": [{"convention": "mae"}, {"convention": "moco"}, {"convention": "big_vision"}, {"init": "fit"}],
     "nope": [{}],
     "alibi": [{}],
     "t5": [{}],
@@ -48,7 +50,7 @@ def draw(name: str) -> Any:
     cls = registry()[name]
     variants = [_variant(name, params) for params in VARIANTS.get(name, EXAMPLE)]
     if cls.ndim == 2 and cls.sites <= {BIAS, ROTARY}:
-        figure = _draw_maps(variants)
+        figure = _draw_offsets(variants)
     elif cls.sites == {BIAS}:
         figure = _draw_temperature(variants) if cls.stacks else _draw_bias(variants)
     elif cls.in_attention:
@@ -56,7 +58,7 @@ def draw(name: str) -> Any:
     elif cls.sites <= {ROTARY}:
         figure = _draw_rotary(variants)
     elif cls.sites == {EMBED}:
-        figure = _draw_tables(variants)
+        figure = (_draw_maps if name.endswith("2d") else _draw_tables)(variants)
     else:
         raise NotImplementedError(f"{name}: no picture for {', '.join(sorted(cls.sites))}")
     figure.suptitle(name, fontweight="bold")
@@ -64,7 +66,8 @@ def draw(name: str) -> Any:
 
 
 def _variant(name: str, params: dict[str, Any]) -> Scheme:
-    sized = {"max_positions": FACTOR * ROWS} if registry()[name].sites == {EMBED} else {}
+    cls = registry()[name]
+    sized = {"max_positions": FACTOR * ROWS} if cls.sites == {EMBED} and not name.endswith("2d") else {}
     return make_scheme(name, params | sized)
 
 
@@ -186,9 +189,9 @@ def _draw_decay(variants: list[Scheme]) -> Any:
 SIDE = 14  # patches of a side of the image that a scheme of two dimensions is drawn on
 
 
-def _draw_maps(variants: list[Scheme]) -> Any:
+def _draw_offsets(variants: list[Scheme]) -> Any:
     """What a patch in the middle adds to its logits, or scores with vectors equal to its own, over all offsets."""
-    maps = [one for scheme in variants for one in _maps(scheme)]
+    maps = [one for scheme in variants for one in _offsets(scheme)]
     figure, axes = _axes(len(maps), 2.7 * len(maps) + 1.2, sharey=True)
     reach = (0.5 - SIDE, SIDE - 0.5)
     for axis, (label, values) in zip(axes, maps, strict=True):
@@ -200,7 +203,7 @@ def _draw_maps(variants: list[Scheme]) -> Any:
     return figure
 
 
-def _maps(scheme: Scheme) -> list[tuple[str, Tensor]]:
+def _offsets(scheme: Scheme) -> list[tuple[str, Tensor]]:
     """(label, values (2 SIDE - 1, 2 SIDE - 1) by rows and columns from query to key) of a few heads."""
     given = ", ".join(f"{k}={v}" for k, v in scheme.given().items()) or "as it starts"
     if BIAS in scheme.sites:
@@ -275,6 +278,38 @@ def _trained_table() -> Tensor:
     cycles = torch.linspace(8, 0.5, WIDTH)
     turns = torch.arange(ROWS)[:, None] / ROWS * cycles + phase
     return 0.05 * ((2 * torch.pi * turns).sin() + 0.1 * noise)
+
+
+# --- tables of patches: how alike the vector of one patch is to all others (An Image is Worth 16x16 Words, fig. 7)
+
+SIDE = 8  # patches of the picture, along each side; twice that after the swap
+
+
+def _draw_maps(variants: list[Scheme]) -> Any:
+    rows, columns = torch.arange(SIDE * SIDE) // SIDE, torch.arange(SIDE * SIDE) % SIDE
+    waves = _trained_table()[: 4 * SIDE : 4]
+    table = torch.cat([waves[rows, : WIDTH // 2], waves[columns, : WIDTH // 2]], dim=1)
+    site = EmbedGeometry(
+        WIDTH, len(table), table, lambda: table.square().mean().sqrt().item(), (SIDE, SIDE), (2 * SIDE, 2 * SIDE)
+    )
+    figure, axes = _axes(1 + len(variants), 2.4 * (1 + len(variants)) + 0.8)
+    drawn = [("before", table, SIDE)]
+    for scheme in variants:
+        given = ", ".join(f"{k}={v}" for k, v in scheme.given().items())
+        change = scheme.embed(site)
+        drawn.append((given or "by default", change.vectors(torch.arange(change.length)), 2 * SIDE))
+    for axis, (label, vectors, side) in zip(axes, drawn, strict=True):
+        image = axis.imshow(similarity(vectors, side, side // 4, side // 4), cmap="gray", vmin=-1, vmax=1)
+        axis.set_title(label, fontsize=9)
+        axis.set(xlabel="column", ylabel="row")
+    figure.colorbar(image, ax=list(axes), shrink=0.8, label=f"cosine with the patch at {side // 4}, {side // 4}")
+    return figure
+
+
+def similarity(vectors: Tensor, columns: int, row: int, column: int) -> Tensor:
+    """(h, w): cosines of the vectors (h * w, E) of all patches with that of one."""
+    unit = torch.nn.functional.normalize(vectors.double(), dim=-1)
+    return (unit @ unit[row * columns + column]).reshape(-1, columns)
 
 
 def draw_all(folder: Path, report: Callable[[str], None] = print) -> list[Path]:

@@ -17,7 +17,7 @@ from .edits import Journal
 from .errors import PosSwapError
 from .planning.plan import Plan
 from .record import FOREIGN_ATTENTION, KEY, PORTABLE, Record
-from .saving import HUB, Travel, save_edit, unswapped
+from .saving import HUB, Travel, is_of_picture, save_edit, unswapped
 from .scheme import Scheme, from_params
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def rebuild(
     """Plan a recorded swap again, on a model that was just loaded without it."""
     new = Plan.of(anatomy, scheme, recalled=record)
     new.follow(steps)
+    new.original |= {path: value for path, value in record.original.items() if is_of_picture(path)}  # loaded so
     if new.storage != PORTABLE or new.original.keys() != record.original.keys():
         raise PosSwapError(f"{KEY} in the config does not describe this model's {record.scheme!r} swap")
     new.finish()

@@ -167,12 +167,16 @@ def scheme_of(record: Record) -> Scheme:
     return make_scheme(record.scheme, record.params)
 
 
-def named(scheme: Scheme, layers: Sequence[int] | None, ndim: int | None = None) -> str:
-    """A scheme with its parameters and, where it is not in all layers, which ones; and how it numbers patches."""
+def named(scheme: Scheme, layers: Sequence[int] | None, ndim: int | None = None, picture: Any = None) -> str:
+    """A scheme with its parameters and, where it is not in all layers, which ones; how it numbers patches, and what the
+    model reads.
+    """
     rows = "" if ndim is None else ", row by row"
-    return f"{scheme}{rows}" if layers is None else f"{scheme}{rows} in layers {', '.join(map(str, layers))}"
+    where = "" if layers is None else f" in layers {', '.join(map(str, layers))}"
+    return f"{scheme}{rows}{where}" + (f" at {picture}" if picture else "")
 
 
 def name_of(record: Record) -> str:
     """What a record says was swapped in, for people."""
-    return named(scheme_of(record), record.layers, record.ndim)
+    read = ", ".join(f"{key}={value}" for key, value in (record.picture or {}).items())
+    return named(scheme_of(record), record.layers, record.ndim, read)

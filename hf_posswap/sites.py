@@ -76,17 +76,17 @@ class EmbedGeometry:
 
     `table` has shape (P, E) in float32, without the rows that the family reserves (padding, offsets) and without
     prefix tokens; it is None on a model that adds no position vector. `grid` is (rows, columns) of the patches of
-    an image model, `patch` the (height, width) of one in pixels, and both None for text. `rms` is the root mean square
-    of what stands there (of the table, or of the token embeddings where there is no table). `resample`: the model's own
-    way from the table to one (h * w, E) of another grid, None where it has none.
+    an image model, (frames, rows, columns) of a video's, and `new_grid` that which it is to have; both None for text.
+    `rms` is the root mean square of what stands there (of the table, or of the token embeddings where there is no
+    table). `resample`: the model's own way from the table to one (h * w, E) of another grid, None where it has none.
     """
 
     dim: int
     length: int
     table: Tensor | None
     rms: Callable[[], float]
-    grid: tuple[int, int] | None = None
-    patch: tuple[int, int] | None = None
+    grid: tuple[int, ...] | None = None
+    new_grid: tuple[int, ...] | None = None
     resample: Callable[[tuple[int, int]], Tensor] | None = None
 
 
@@ -95,16 +95,13 @@ class EmbedChange:
     """What a scheme puts at an embed site.
 
     `vectors` maps positions, an integer tensor of any shape (...), to float32 vectors (..., E). `length` is the
-    number of positions it is good for.
-    `grid` is the (rows, columns) of patches that an image model gets, `patch` the (height, width) of one. `projection`
-    (E, E): a vector is not added to the token's but concatenated with it and projected back to E; this is the half of
-    the projection that reads it, at the start, and the other half is the identity.
+    number of positions it is good for. `projection` (E, E): a vector is not added to the token's but concatenated with
+    it and projected back to E; this is the half of the projection that reads it, at the start, and the other half is
+    the identity.
     """
 
     vectors: Callable[[Tensor], Tensor]
     length: int
-    grid: tuple[int, int] | None = None
-    patch: tuple[int, int] | None = None
     projection: Tensor | None = None
 
 

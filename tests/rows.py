@@ -67,14 +67,14 @@ class Row:
     def inputs(self, batch: int = 2) -> dict[str, torch.Tensor]:
         """Inputs on which the effect shows; of the new size, on image models."""
         if self.anatomy.vision:
-            return {"pixel_values": pixels(self.params.get("image_size", 32))[:batch]}
+            return {
+                "pixel_values": pixels(self.params.get("image_size", 32), self.params.get("num_channels", 3))[:batch]
+            }
         return {"input_ids": tokens(batch, self.length)}
 
     def plain_inputs(self) -> dict[str, torch.Tensor]:
         """Inputs that the un-patched model takes."""
-        if self.anatomy.vision:
-            return {"pixel_values": self.inputs()["pixel_values"][..., :32, :32]}
-        return {"input_ids": tokens(2, 20)}
+        return {"pixel_values": pixels(32)} if self.anatomy.vision else {"input_ids": tokens(2, 20)}
 
 
 def logits(model: torch.nn.Module, **inputs: Any) -> torch.Tensor:
@@ -221,6 +221,25 @@ MORE_TABLE_ROWS = [
     ],
     Row("learned", "vit", {"image_size": 48}, undoable=False),
     Row("learned", "vit", {"image_size": (48, 64), "init": "tile"}, undoable=False),
+    Row("nope", "vit", {"image_size": 48, "num_channels": 1}, undoable=False, recalibrate=True),
+    *[
+        row
+        for family in ("vit", "deit", "dinov2", "dinov2_registers", "clip", "siglip", "beit", "ijepa")
+        for row in (
+            Row("learned2d", family, {"image_size": 48, "resize": "bilinear", "antialias": True}, undoable=False),
+            Row("sincos2d", family, {"image_size": 48, "patch_size": 16}, undoable=False, recalibrate=True),
+        )
+    ],
+    Row("learned2d", "vit", {"image_size": (48, 64), "patch_size": (16, 8), "num_channels": 4}, undoable=False),
+    Row("learned2d", "deit", {"image_size": 64, "resize": "tile"}, undoable=False),
+    Row("learned2d", "clip", {"image_size": 16}, undoable=False),
+    Row("sincos2d", "vit", {"convention": "big_vision", "scale": "none"}, undoable=False, recalibrate=True),
+    Row("sincos2d", "vit", {"convention": "moco", "image_size": (48, 64)}, undoable=False, recalibrate=True),
+    Row("sincos2d", "vit", {"init": "fit", "image_size": 48}, undoable=False, recalibrate=True),
+    *[
+        Row(scheme, "vit", params | {"image_size": 48, "patch_size": 4}, native=False, undoable=False, recalibrate=True)
+        for scheme, params in (("rope", {"ndim": 1}), ("bias2d", {}), ("rope2d", {"kind": "mixed"}))
+    ],
 ]
 UNPATCHED = ("", {})
 CONCAT = {"combine": "concat"}

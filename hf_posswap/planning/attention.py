@@ -20,6 +20,7 @@ from ..rotation import Rotation
 from ..scheme import Scheme
 from ..sites import BIAS, ROTARY, BiasChange, BiasGeometry, RotaryGeometry
 from .images import is_image, trained_grid, watch_images
+from .picture import GRID
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -146,7 +147,7 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
         raise PosSwapError(f"{scheme.name} joins what a model has, and {kind(model)} adds its own bias out of reach")
     length = trained_length(new)
     rotation = rotation_of(new, scheme, site, length) if ROTARY in sites else None
-    grid = trained_grid(new.anatomy) if is_image(new.anatomy) else None
+    grid = tuple(new.measured.get(GRID) or trained_grid(new.anatomy)) if is_image(new.anatomy) else None
     for stack in site.stacks:
         sight = watch_images(new, scheme, stack.module, modules[0]) if grid is not None else None
         tokens = length if sight is None else length + sight.before + sight.after

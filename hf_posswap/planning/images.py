@@ -15,6 +15,7 @@ from ..errors import PosSwapError
 from ..grid import Sight, look
 from ..patches import is_patch_convolution
 from ..quiet import quiet
+from .picture import sizes
 
 if TYPE_CHECKING:
     from ..scheme import Scheme
@@ -71,7 +72,8 @@ def watch_images(new: Plan, scheme: Scheme, stack: nn.Module, attention: nn.Modu
     path, embedding = patch_embedding(new.anatomy)
     if AROUND not in new.measured:
         new.measured[AROUND] = _around(new.anatomy, scheme, embedding, attention)
-    sight = Sight(tuple(embedding.kernel_size), *new.measured[AROUND])
+    patch = tuple(embedding.kernel_size) if new.anatomy.table is None else sizes(new, new.anatomy.table)[1]
+    sight = Sight(patch, *new.measured[AROUND])
     new.edits.append(Hook(embedding, partial(look, sight=sight, stack=stack), path))
     return sight
 
