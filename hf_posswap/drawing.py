@@ -50,7 +50,7 @@ def draw(name: str) -> Any:
     cls = registry()[name]
     variants = [_variant(name, params) for params in VARIANTS.get(name, EXAMPLE)]
     if cls.ndim == 2 and cls.sites <= {BIAS, ROTARY}:
-        figure = _draw_maps(variants)
+        figure = _draw_offsets(variants)
     elif cls.sites == {BIAS}:
         figure = _draw_temperature(variants) if cls.stacks else _draw_bias(variants)
     elif cls.in_attention:
@@ -189,9 +189,9 @@ def _draw_decay(variants: list[Scheme]) -> Any:
 SIDE = 14  # patches of a side of the image that a scheme of two dimensions is drawn on
 
 
-def _draw_maps(variants: list[Scheme]) -> Any:
+def _draw_offsets(variants: list[Scheme]) -> Any:
     """What a patch in the middle adds to its logits, or scores with vectors equal to its own, over all offsets."""
-    maps = [one for scheme in variants for one in _maps(scheme)]
+    maps = [one for scheme in variants for one in _offsets(scheme)]
     figure, axes = _axes(len(maps), 2.7 * len(maps) + 1.2, sharey=True)
     reach = (0.5 - SIDE, SIDE - 0.5)
     for axis, (label, values) in zip(axes, maps, strict=True):
@@ -203,7 +203,7 @@ def _draw_maps(variants: list[Scheme]) -> Any:
     return figure
 
 
-def _maps(scheme: Scheme) -> list[tuple[str, Tensor]]:
+def _offsets(scheme: Scheme) -> list[tuple[str, Tensor]]:
     """(label, values (2 SIDE - 1, 2 SIDE - 1) by rows and columns from query to key) of a few heads."""
     given = ", ".join(f"{k}={v}" for k, v in scheme.given().items()) or "as it starts"
     if BIAS in scheme.sites:

@@ -29,9 +29,11 @@ def refuse_picture(new: Plan) -> None:
     """Raise PosSwapError where a picture is asked for of a model that reads none."""
     if new.picture is not None and not any(table.grid for table in new.anatomy.tables):
         name, value = next(iter(new.picture.given().items()))
-        model = new.anatomy.model
-        has = "has no table of patches to resize" if model.main_input_name == "pixel_values" else "is none"
-        raise PosSwapError(f"{new.scheme}: {name}={value!r} is for image models, and {kind(model)} {has}")
+        of_images = new.anatomy.model.main_input_name == "pixel_values"
+        reason = "reads images of every size, and has no table of them" if of_images else "is none"
+        raise PosSwapError(
+            f"{new.scheme}: {name}={value!r} is for image models, and {kind(new.anatomy.model)} {reason}"
+        )
 
 
 def resize_picture(new: Plan, table: TableSite) -> None:
@@ -57,7 +59,25 @@ def resize_picture(new: Plan, table: TableSite) -> None:
         new.edits.append(edit)
 
 
-def _resize_bias(new: Plan, grid: Size) -> None:
+def form_edits(anatomy: Anatomy, table: TableSite, form: str | None) -> Iterator[Replace]:
+    """The edit that has the patches embedded in a form, where that is not transformers' own."""
+    if form == LINEAR:
+        path, convolution = patch_convolution(anatomy, table)
+        edit = linear_form(convolution)
+        edit.where = path
+        yield edit
+
+
+def patch_convolution(anatomy: Anatomy, table: TableSite) -> tuple[str, nn.Module]:
+    """(path, module) of the convolution that embeds the patches."""
+    prefix = table.path.rpartition(".")[0]
+    found = [(p, m) for p, m in table.owner.named_modules(prefix=prefix) if is_patch_convolution(m)]
+    if len(found) != 1:
+        raise PosSwapError(f"{kind(anatomy.model)} has no patch embedding that could be changed")
+    return found[0]
+
+
+def _resize_bias(new: Plan, grid: tuple[int, int]) -> None:
     """BEiT's biases between patches, as its own forward resamples them for every larger image; the class token's stay.
 
     Raises PosSwapError for a grid that is not square: transformers reads such a table by columns.
@@ -76,24 +96,6 @@ def _resize_bias(new: Plan, grid: Size) -> None:
         new.edits.append(Replace(table.owner, table.attribute, rows, path))
         new.replace(table.owner, "window_size", grid, path)
         new.replace(table.owner, "num_relative_distance", len(rows), path)
-
-
-def form_edits(anatomy: Anatomy, table: TableSite, form: str | None) -> Iterator[Replace]:
-    """The edit that has the patches embedded in a form, where that is not transformers' own."""
-    if form == LINEAR:
-        path, convolution = patch_convolution(anatomy, table)
-        edit = linear_form(convolution)
-        edit.where = path
-        yield edit
-
-
-def patch_convolution(anatomy: Anatomy, table: TableSite) -> tuple[str, nn.Module]:
-    """(path, module) of the convolution that embeds the patches."""
-    prefix = table.path.rpartition(".")[0]
-    found = [(p, m) for p, m in table.owner.named_modules(prefix=prefix) if is_patch_convolution(m)]
-    if len(found) != 1:
-        raise PosSwapError(f"{kind(anatomy.model)} has no patch embedding that could be changed")
-    return found[0]
 
 
 def _write_sizes(new: Plan, table: TableSite, grid: Size, patch: Size) -> None:
