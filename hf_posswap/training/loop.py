@@ -86,8 +86,8 @@ def load(
         model = from_pretrained(folder, dtype=arguments.dtype)
         images = model.main_input_name == "pixel_values"
         tokenizer = (AutoImageProcessor if images else AutoTokenizer).from_pretrained(folder)
-    except OSError as error:
-        raise PosSwapError(f"model={str(folder)!r} cannot be loaded: {error}") from error
+    except (OSError, ImportError) as error:  # older transformers make every image processor by torchvision
+        raise PosSwapError(f"model={str(folder)!r} cannot be loaded: {str(error).strip()}") from error
     if scheme is None:
         for name in ("layers", "fit_tokens"):
             if getattr(arguments, name):
