@@ -4,8 +4,8 @@ python scripts/image_study.py --run runs/image_study --output_dir docs/images
 
 Pictures are drawn on the spot: a red and a blue disc on noise; the class is where the blue one stands, seen from the
 red one, so that a model without positions guesses. The base is trained with a learned table; each scheme then takes
-its place, at each resolution. About twelve minutes on one core; a run that was stopped goes on. Writes results.json,
-table.md and similarity.png.
+its place, at each resolution. Base and twice the resolution took eight minutes on a busy core; a run that was stopped
+goes on. Writes results.json, table.md and similarity.png.
 """
 
 from __future__ import annotations
