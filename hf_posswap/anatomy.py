@@ -58,8 +58,9 @@ class TableSite:
     """A learned table of position vectors, and everything on the model that has its length.
 
     `owner` holds the table under `attribute`, an nn.Embedding (rows, E) or a Parameter (1, rows, E). The first
-    `reserved` rows are not positions (padding, offsets, prefix tokens). `counted` says whether the config's length
-    counts them. `buffers` are index buffers of the owner, as long as the table.
+    `reserved` rows are not positions (padding, offsets, prefix tokens), nor are the last `trailing`. `counted` says
+    whether the config's length counts them. `buffers` are index buffers of the owner, as long as the table. `grid`:
+    patches along each axis of an image (rows, columns) or a video (frames first), `patch` the pixels of one.
     """
 
     family: str
@@ -70,8 +71,9 @@ class TableSite:
     counted: bool
     config: PreTrainedConfig
     buffers: tuple[str, ...] = ()
-    grid: tuple[int, int] | None = None
-    patch: tuple[int, int] | None = None
+    grid: tuple[int, ...] | None = None
+    patch: tuple[int, ...] | None = None
+    trailing: int = 0
 
     @property
     def holder(self) -> tuple[nn.Module, str]:
@@ -92,16 +94,38 @@ class TableSite:
     @property
     def length(self) -> int:
         """Positions that the table holds."""
-        return self.rows.shape[0] - self.reserved
+        return self.rows.shape[0] - self.reserved - self.trailing
+
+    @property
+    def positions(self) -> Tensor:
+        """The rows that are positions, (P, E)."""
+        return self.rows[self.reserved : self.reserved + self.length]
+
+    @property
+    def others(self) -> tuple[Tensor, Tensor]:
+        """The rows before and behind them."""
+        return self.rows[: self.reserved], self.rows[self.reserved + self.length :]
+
+
+@dataclass(frozen=True)
+class BiasTable:
+    """Learned numbers for each distance: the Parameter `attribute` of `owner`, an nn.Embedding or BEiT's module."""
+
+    owner: nn.Module
+    attribute: str = "weight"
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return getattr(self.owner, self.attribute)
 
 
 @dataclass(frozen=True)
 class BiasSite:
-    """Biases per relative distance: learned ones, nn.Embedding each (path -> module), as T5, MPNet and DeBERTa have
-    them, or the ALiBi of a declared family, which holds no numbers. `shared`: layers cannot have them apart.
+    """Biases per relative distance: learned ones (path -> table), as T5, MPNet and DeBERTa have them, or BEiT of two
+    dimensions, or the ALiBi of a declared family, which holds no numbers. `shared`: layers cannot have them apart.
     """
 
-    tables: dict[str, nn.Embedding]
+    tables: dict[str, BiasTable]
     name: str = "t5"
     shared: bool = True
 
@@ -111,7 +135,7 @@ class TableDeclaration:
     """Where a family keeps its table: what `anatomies/*.py` say.
 
     `attribute`: the table's name on its owner. `fits(owner, config)`: whether this owner is of the family.
-    `reserved(owner)`: rows that are not positions. The rest is as in TableSite.
+    `reserved(owner)`, `trailing(owner)`: rows that are not positions. The rest is as in TableSite.
     """
 
     family: str
@@ -120,8 +144,9 @@ class TableDeclaration:
     reserved: Callable[[nn.Module], int]
     counted: bool = True
     buffers: tuple[str, ...] = ()
-    grid: Callable[[nn.Module], tuple[int, int]] | None = None
-    patch: Callable[[nn.Module], tuple[int, int]] | None = None
+    grid: Callable[[nn.Module], tuple[int, ...]] | None = None
+    patch: Callable[[nn.Module], tuple[int, ...]] | None = None
+    trailing: Callable[[nn.Module], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -224,7 +249,7 @@ class Anatomy:
         inside = {id(module) for _, module in part.text_modules()}
         bias = self.bias
         if bias is not None and bias.tables:
-            bias = replace(bias, tables={p: t for p, t in bias.tables.items() if id(t) in inside})
+            bias = replace(bias, tables={p: t for p, t in bias.tables.items() if id(t.owner) in inside})
         return replace(
             part,
             tables=tuple(table for table in self.tables if id(table.owner) in inside),
@@ -286,8 +311,12 @@ def kind(model: nn.Module) -> str:
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """The config of the text stack; the model's own where there is no other."""
-    return model.config.get_text_config()
+    """The config of the text stack; the model's own where there is no other, its tower's where that is all it has."""
+    text, vision = model.config.get_text_config(), getattr(model.config, "vision_config", None)
+    if vision is None or model.main_input_name != "pixel_values":
+        return text
+    reads = any(getattr(module, "config", None) is text for module in model.modules())
+    return text if reads else vision
 
 
 def examine(model: PreTrainedModel) -> Anatomy:
@@ -308,10 +337,20 @@ def examine(model: PreTrainedModel) -> Anatomy:
         raise PosSwapError(
             f"{kind(model)} (model_type {model.config.model_type!r}) has no site this package recognises: no module "
             "follows transformers' rotary contract, and no table of position vectors matches a declared family"
+            f"{_of_windows(model)}"
         )
     if anatomy.tables:
         _refuse_unexplained(anatomy)
     return anatomy
+
+
+def _of_windows(model: PreTrainedModel) -> str:
+    """What else is to be said of a model like Swin."""
+    held = (path for path, module in model.named_modules() if "relative_position_bias_table" in module._parameters)
+    path = next(held, None)
+    return (
+        "" if path is None else f"; it has a bias within windows at {path}, which shift and merge from layer to layer"
+    )
 
 
 def find_sites(model: PreTrainedModel) -> Anatomy:
@@ -390,6 +429,7 @@ def _table_site(model: PreTrainedModel, path: str, owner: nn.Module, declaration
         buffers=tuple(name for name in declaration.buffers if name in owner._buffers),
         grid=declaration.grid(owner) if declaration.grid else None,
         patch=declaration.patch(owner) if declaration.patch else None,
+        trailing=declaration.trailing(owner) if declaration.trailing else 0,
     )
 
 
@@ -414,19 +454,29 @@ def find_turned(model: PreTrainedModel) -> int | None:
 
 
 def find_bias(model: PreTrainedModel) -> BiasSite | None:
+    tables, grids = {}, {}
     for attribute, name in RELATIVE.items():
-        tables = {
-            f"{path}.{attribute}": module._modules[attribute]
-            for path, module in model.named_modules()
-            if isinstance(module._modules.get(attribute), nn.Embedding)
-        }
+        for path, module in model.named_modules():
+            if isinstance(module._modules.get(attribute), nn.Embedding):
+                tables[f"{path}.{attribute}"] = BiasTable(module._modules[attribute])
         if tables:
             return BiasSite(tables, name)
+    for path, module in model.named_modules():
+        if _is_of_a_grid(module):
+            grids[path] = BiasTable(module, "relative_position_bias_table")
+    if grids:
+        return BiasSite(grids, "bias2d", shared=len(grids) == 1)
     own = next(iter(own_attention(model).values()), None)
     has = own is not None and (getattr(text_config(model), own.alibi) if isinstance(own.alibi, str) else own.alibi)
     if not has:
         return None
     return BiasSite({}, "alibi", shared=bool(own.off))
+
+
+def _is_of_a_grid(module: nn.Module) -> bool:
+    """Whether it is BEiT's bias between all patches, and three numbers for its class token: not one within windows."""
+    table, window = module._parameters.get("relative_position_bias_table"), getattr(module, "window_size", None)
+    return table is not None and len(table) == (2 * window[0] - 1) * (2 * window[1] - 1) + 3
 
 
 def own_attention(model: PreTrainedModel) -> dict[nn.Module, AttentionDeclaration]:
@@ -513,14 +563,18 @@ def _refuse_unexplained(anatomy: Anatomy) -> None:
     """A second, unknown place for positions beside a table would stay behind in silence: refuse the model."""
     model, bias = anatomy.model, anatomy.bias
     known = {id(module) for table in anatomy.tables for module in table.owner.modules()}
-    known |= {id(t) for t in (bias.tables.values() if bias else ())}
-    known.add(id(model.get_input_embeddings()))
+    known |= {id(t.owner) for t in (bias.tables.values() if bias else ())}
+    if model.main_input_name != "pixel_values":  # a picture's is no table, and some classes do not find it
+        known.add(id(model.get_input_embeddings()))
     for path, module in anatomy.text_modules():
         if isinstance(module, nn.Embedding) and id(module) not in known:
             raise PosSwapError(f"{kind(model)} holds another table at {path} whose part in its positions is unknown")
-        if "relative_position_bias_table" in module._parameters:
+        if "relative_position_bias_table" in module._parameters and id(module) not in known:
             raise PosSwapError(f"{kind(model)} has a bias of two dimensions at {path} too, which is not swapped")
     for path, parameter in model.named_parameters():
-        same = [table for table in anatomy.tables if table.grid and parameter.shape[-2:] == table.rows.shape]
-        if parameter.dim() > 2 and any(table.weight is not parameter for table in same):
-            raise PosSwapError(f"{kind(model)} holds another table of positions at {path}, which is not resized")
+        for table in (table for table in anatomy.tables if table.grid and parameter.dim() > 2):
+            rows, width = table.rows.shape
+            single = parameter.shape[:-2].numel() == 1  # then of another width too: that of a decoder
+            alike = parameter.shape[-2] == rows and (single or parameter.shape[-1] == width)
+            if alike and parameter is not table.weight:
+                raise PosSwapError(f"{kind(model)} holds another table of positions at {path}, which is not resized")

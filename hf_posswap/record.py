@@ -15,6 +15,7 @@ VERSION = 1  # hf_posswap 0.N is the first to write version N
 DIGEST = "digest"
 FIT = "fit"  # in `measured`: how well parameters fit that were chosen on text, see `profile.Fit`
 NATIVE, PORTABLE = "native", "portable"
+SPARED = frozenset({"stack", "ndim", "picture"})  # not written where None: records of before do not hold them
 
 # Stands where a rope_type would in a portable checkpoint: stock transformers stops at it instead of loading a
 # model whose rotation this package had silenced.
@@ -32,8 +33,10 @@ class Record:
     swap, by dotted path (`pairing`, the one that no config holds, beside them). measured: numbers read off the
     model at the swap, needed again at a reload, or told by `describe` (FIT). source: the un-patched model's name.
     layers: indices of the layers that take the scheme, None for all. stack: `encoder` or `decoder` where one takes it,
-    None (not written) for all there is. Written with a digest: a record that was damaged, or edited by hand, describes
-    another model than the one it lies with.
+    None (not written) for all there is. ndim: 1 where the patches of an image are numbered row by row, else None (not
+    written). picture: what an image model reads from now on, as `pictures.Picture` has it, None (not written) for what
+    it read before. Written with a digest: a record that was damaged, or edited by hand, describes another model than
+    the one it lies with.
     """
 
     scheme: str
@@ -45,12 +48,12 @@ class Record:
     source: str = ""
     layers: list[int] | None = None
     stack: str | None = None
+    ndim: int | None = None
+    picture: dict[str, Any] | None = None
     version: int = VERSION
 
     def to_dict(self) -> dict[str, Any]:
-        data = asdict(self)
-        if self.stack is None:
-            del data["stack"]
+        data = {key: value for key, value in asdict(self).items() if key not in SPARED or value is not None}
         return data | {DIGEST: digest(data)}
 
     @staticmethod
@@ -68,7 +71,7 @@ class Record:
         for key in data:
             if key not in known:
                 raise PosSwapError(f"{KEY}.{key} in the config is unknown; {nearest(key, known)}")
-        missing = known - data.keys() - {"stack"}
+        missing = known - data.keys() - SPARED
         if missing:
             raise PosSwapError(f"{KEY} in the config lacks {sorted(missing)}")
         types = {"scheme": str, "params": dict, "storage": str, "length": int, "version": int, "source": str}
@@ -80,6 +83,10 @@ class Record:
             raise PosSwapError(f"{KEY}.layers={layers!r} in the config is not a list of integers")
         if data.get("stack") not in (None, "encoder", "decoder"):
             raise PosSwapError(f"{KEY}.stack={data['stack']!r}; {nearest(data['stack'], ('encoder', 'decoder'))}")
+        if data.get("ndim") not in (None, 1) or isinstance(data.get("ndim"), bool):
+            raise PosSwapError(f"{KEY}.ndim={data['ndim']!r} in the config is not 1")
+        if not isinstance(data.get("picture"), (dict, type(None))):
+            raise PosSwapError(f"{KEY}.picture={data['picture']!r} in the config is not a dict")
         if data["storage"] not in (NATIVE, PORTABLE):
             raise PosSwapError(f"{KEY}.storage={data['storage']!r}; {nearest(data['storage'], (NATIVE, PORTABLE))}")
         given = data[DIGEST]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import transformers
@@ -49,7 +49,7 @@ class Family:
 
     causal: tokens see only what precedes them. positions: the forward takes position_ids. first: the position id
     of a first token. packs: position_ids that start again separate documents. layers_key: the layer count's key.
-    beside: settings of a config that nests the text stack's as `text_config`.
+    beside: settings of a config that nests the stack's as `nested`.
     """
 
     model: str
@@ -62,6 +62,7 @@ class Family:
     layers_key: str = "num_hidden_layers"
     vision: bool = False
     beside: dict | None = None
+    nested: str = "text_config"
 
     def build(self, layers: int = 2, seed: int = 0, **overrides: object) -> transformers.PreTrainedModel:
         torch.manual_seed(seed)
@@ -69,14 +70,14 @@ class Family:
         if "layer_types" in settings:
             settings["layer_types"] = settings["layer_types"][:layers]
         if self.beside is not None:
-            settings = {"text_config": settings} | self.beside
+            settings = {self.nested: settings} | self.beside
         config = getattr(transformers, self.config)(**settings)
         model = getattr(transformers, self.model)(config).eval()
-        for (
-            parameter
-        ) in model.parameters():  # the default 0.02 leaves attention so flat that a law could pass by rounding
-            if parameter.dim() > 1:
+        for parameter in model.parameters():
+            if parameter.dim() > 1:  # the default 0.02 leaves attention so flat that a law could pass by rounding
                 parameter.data.mul_(4.0)
+                if not parameter.any():  # tables of some families begin with zeros
+                    parameter.data.normal_(std=0.5)
         return model
 
 
@@ -87,6 +88,19 @@ def _roberta(model: str, config: str) -> Family:
 def _scaled(scaling: dict, length: int) -> Family:
     settings = {"rope_parameters": {"rope_theta": 1e4} | scaling, "max_position_embeddings": length}
     return Family("LlamaForCausalLM", "LlamaConfig", ROTARY | settings, True, packs=True)
+
+
+PATCHES = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "intermediate_size": 96, "image_size": 32}
+PATCHES |= {"patch_size": 8, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def _image(name: str, **settings: object) -> Family:
+    model, config = f"{name}ForImageClassification", f"{name}Config"
+    return Family(model, config, PATCHES | settings, False, positions=False, vision=True)
+
+
+def _tower(name: str) -> Family:
+    return replace(_image(name), beside={}, nested="vision_config")
 
 
 FAMILIES: dict[str, Family] = {
@@ -255,15 +269,16 @@ FAMILIES: dict[str, Family] = {
         positions=False,
         layers_key="num_layers",
     ),
-    "vit": Family(
-        "ViTForImageClassification",
-        "ViTConfig",
-        {"hidden_size": WIDTH, "num_attention_heads": HEADS, "intermediate_size": 96, "image_size": 32, "patch_size": 8}
-        | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-        False,
-        positions=False,
-        vision=True,
-    ),
+    "vit": _image("ViT"),
+    "deit": _image("DeiT"),
+    "dinov2": _image("Dinov2"),
+    "dinov2_registers": _image("Dinov2WithRegisters"),
+    "beit_bias": _image("Beit", use_relative_position_bias=True),
+    "beit_shared": _image("Beit", use_shared_relative_position_bias=True, use_absolute_position_embeddings=True),
+    "beit": _image("Beit", use_absolute_position_embeddings=True),
+    "ijepa": _image("IJepa"),
+    "clip": _tower("CLIP"),
+    "siglip": _tower("Siglip"),
 }
 
 
@@ -272,9 +287,9 @@ def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(4, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def pixels(size: int | tuple[int, int], seed: int = 0) -> torch.Tensor:
+def pixels(size: int | tuple[int, int], channels: int = 3, seed: int = 0) -> torch.Tensor:
     height, width = size if isinstance(size, tuple) else (size, size)
-    return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(2, channels, height, width, generator=torch.Generator().manual_seed(seed))
 
 
 Run = Callable[[transformers.PreTrainedModel], torch.Tensor]

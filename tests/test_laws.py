@@ -208,12 +208,7 @@ def test_packed_documents_equal_documents_apart(row: Row):
 
 @by_id(ROWS)
 def test_undo_is_exact(row: Row):
-    model = row.source()
-    inputs = (
-        {"pixel_values": row.inputs()["pixel_values"][..., :32, :32]}
-        if row.anatomy.vision
-        else {"input_ids": tokens(2, 20)}
-    )
+    model, inputs = row.source(), row.plain_inputs()
     before, keys, config = logits(model, **inputs), list(model.state_dict()), model.config.to_dict()
     modules = [name for name, _ in model.named_modules()]
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -233,12 +228,11 @@ def test_undo_is_exact(row: Row):
 @by_id(ROWS)
 def test_twice_is_once_and_another_replaces_it(row: Row):
     model = row.source()
-    places = "learned" if row.anatomy.vision else "sinusoidal" if row.anatomy.positions else "kerple"
+    places = "rope2d" if row.anatomy.vision else "sinusoidal" if row.anatomy.positions else "kerple"
     other = "nope" if row.scheme != "nope" else places
-    params = {"image_size": 64} if other == "learned" else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RecalibrationWarning)
-        patch_model(model, other, **params)
+        patch_model(model, other)
     row.patch(row.patch(model))
     assert torch.equal(logits(model, **row.inputs()), logits(row.patched(), **row.inputs()))
     assert model.config.to_dict() == row.patched().config.to_dict()
@@ -251,12 +245,7 @@ def test_twice_is_once_and_another_replaces_it(row: Row):
 def test_other_models_never_notice(row: Row):
     model = row.source()
     sharing = type(model)(model.config).eval()
-    stranger = row.source(seed=1)
-    inputs = (
-        {"pixel_values": row.inputs()["pixel_values"][..., :32, :32]}
-        if row.anatomy.vision
-        else {"input_ids": tokens(2, 20)}
-    )
+    stranger, inputs = row.source(seed=1), row.plain_inputs()
     before = [(logits(m, **inputs), m.config.to_dict()) for m in (sharing, stranger)]
     row.patch(model)
     for other, (values, config) in zip((sharing, stranger), before, strict=True):
@@ -326,8 +315,8 @@ def test_compiles_to_one_graph_for_any_length(row: Row):
 # --- 15 training
 
 
-# by the loss of these inputs, patched or not; the last, which DeBERTa meets distances with, not where those are silent
-UNREACHED = ("pooler", "mask_token", "visual", "experts", "pos_proj")
+# by the loss of these inputs, patched or not; `pos_proj`, of DeBERTa's distances, where those are silent
+UNREACHED = ("pooler", "mask_token", "visual", "experts", "post_layernorm", "vision_model.head", "pos_proj")
 
 
 def loss_of(model, row: Row):
@@ -347,7 +336,7 @@ def test_gradients_reach_what_is_trainable_and_nothing_else(row: Row):
         p for n, p in model.named_parameters() if any(k in n for k in ("position_embeddings", "wpe", "embed_positions"))
     ]
     for table in tables:
-        assert table.requires_grad == (row.scheme == "learned" or row.keeps_table)
+        assert table.requires_grad == (row.scheme in ("learned", "learned2d") or row.keeps_table)
 
 
 @by_id([row for row in ROWS if getattr(transformers, row.anatomy.model).supports_gradient_checkpointing])

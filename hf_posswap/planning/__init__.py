@@ -10,15 +10,18 @@ from torch import nn
 from ..anatomy import Anatomy, examine, kind, refuse_foreign_rotary
 from ..bundle import travel_of
 from ..errors import PosSwapError
+from ..pictures import Picture
 from ..record import PORTABLE
 from ..saving import save_edit
 from ..scheme import Scheme
 from ..sites import BIAS, EMBED, ROTARY
+from .images import chosen_ndim
 from .layers import chosen_layers, plan_layers
 from .limits import limit_edits
+from .picture import refuse_picture
 from .plan import Plan, invalid
 from .rotary import install_rotary, is_silent_natively, silence_rotary, silence_rotary_natively
-from .table import install_addition, install_table, silence_bias, silence_table
+from .table import install_addition, install_table, resize_table, silence_bias, silence_table
 
 
 def plan(
@@ -28,6 +31,8 @@ def plan(
     processor: Any = None,
     layers: Sequence[int] | None = None,
     stack: str | None = None,
+    ndim: int | None = None,
+    picture: Picture | None = None,
 ) -> Plan:
     """Everything `patch_model` would do, checked, in order. Raises PosSwapError if any of it cannot be done."""
     anatomy = examine(model).within(stack)
@@ -36,8 +41,10 @@ def plan(
         if getattr(anatomy.config, "max_position_embeddings", None) is None:
             raise PosSwapError(f"{scheme}: the config of {kind(model)} does not say the trained length")
     new = Plan.of(anatomy, scheme)
-    new.layers = chosen_layers(anatomy, layers)
-    steps = choose_steps(anatomy, scheme, new.layers)
+    new.layers, new.ndim = chosen_layers(anatomy, layers), chosen_ndim(anatomy, scheme, ndim)
+    new.picture = picture
+    refuse_picture(new)
+    steps = choose_steps(anatomy, scheme, new.layers, picture)
     new.follow(steps)
     if not new.effective:
         raise PosSwapError(f"{scheme} would change nothing on this {kind(model)}")
@@ -50,7 +57,7 @@ def plan(
         new.notes.append(
             f"{scheme.name} replaces the positions this model was trained with: fine-tune it before use (recalibrate)"
         )
-    new.edits += limit_edits(model, new.text, new.length, tokenizer, processor)
+    new.edits += limit_edits(model, new.text, new.length, tokenizer, processor, new.original)
     new.edits.append(save_edit(model, travel_of(anatomy, scheme, steps) if new.storage == PORTABLE else None))
     new.finish()
     return new
@@ -59,10 +66,12 @@ def plan(
 Step = Callable[[Plan, Scheme], None]
 
 
-def choose_steps(anatomy: Anatomy, scheme: Scheme, layers: Sequence[int] | None) -> tuple[Step, ...]:
+def choose_steps(
+    anatomy: Anatomy, scheme: Scheme, layers: Sequence[int] | None, picture: Picture | None = None
+) -> tuple[Step, ...]:
     """What silences and installs, site by site, in order."""
     if layers is not None:
-        return (plan_layers,)
+        return (plan_layers,) if picture is None else (resize_table, plan_layers)
     native, inside = anatomy.sites, scheme.sites_in_attention(anatomy.sites)
     replaced = (scheme.sites & native) - inside
     silenced = scheme.silences(native)
@@ -76,6 +85,8 @@ def choose_steps(anatomy: Anatomy, scheme: Scheme, layers: Sequence[int] | None)
         steps.append(install_table)
     if EMBED in silenced:
         steps.append(silence_table)
+    if EMBED in native - replaced - silenced and picture is not None:
+        steps.append(resize_table)
     if BIAS in silenced and anatomy.bias.tables:
         steps.append(silence_bias)
     if EMBED in scheme.sites - native:

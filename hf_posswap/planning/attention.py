@@ -14,10 +14,13 @@ from .. import attention, parts
 from ..anatomy import STACKS, AttentionDeclaration, TableSite, kind, mixing, own_attention, sinusoids, text_config
 from ..edits import Hook, Replace
 from ..errors import PosSwapError
+from ..grid import Sight
 from ..record import PORTABLE
 from ..rotation import Rotation
 from ..scheme import Scheme
 from ..sites import BIAS, ROTARY, BiasChange, BiasGeometry, RotaryGeometry
+from .images import is_image, trained_grid, watch_images
+from .picture import GRID
 from .plan import trained_length
 
 if TYPE_CHECKING:
@@ -61,10 +64,6 @@ def find_attention(new: Plan, scheme: Scheme) -> AttentionSite:
     """Raises PosSwapError where a scheme cannot be put inside this model's attention."""
     model = new.anatomy.model
     config = text_config(model)
-    if model.main_input_name == "pixel_values":
-        raise PosSwapError(
-            f"{scheme.name}: the positions of {kind(model)} are a grid, and {scheme.name} has one dimension"
-        )
     _refuse_sparse(new, scheme)
     own = own_attention(model)
     found = {
@@ -87,7 +86,7 @@ def find_attention(new: Plan, scheme: Scheme) -> AttentionSite:
     refuse_other_keys(scheme, found)
     _refuse_half(new, scheme, found)
     first = next(iter(found.values()))
-    if first not in own and "kwargs" not in inspect.signature(first.forward).parameters:
+    if first not in own and "kwargs" not in inspect.signature(first.forward).parameters and not is_image(new.anatomy):
         raise PosSwapError(f"{scheme.name}: the attention of {kind(model)} takes no further keywords")
     heads = getattr(first, "num_attention_heads", config.num_attention_heads)  # ConvBERT's config counts others too
     groups = getattr(config, "num_key_value_heads", None) or 1
@@ -174,16 +173,19 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
         raise PosSwapError(f"{scheme.name} joins what a model has, and {kind(model)} turns q and k out of reach")
     length = trained_length(new)
     rotation = rotation_of(new, scheme, site, length) if ROTARY in sites else None
+    grid = tuple(new.measured.get(GRID) or trained_grid(new.anatomy)) if is_image(new.anatomy) else None
     for stack in site.stacks:
-        change = scheme.bias(BiasGeometry(site.heads, length, stack.causal)) if BIAS in sites else None
-        _attach(new, stack, change, rotation)
-        if change is not None and change.absolute and not site.own:
+        sight = watch_images(new, scheme, stack.module, modules[0]) if grid is not None else None
+        tokens = length if sight is None else length + sight.before + sight.after
+        change = scheme.bias(BiasGeometry(site.heads, tokens, stack.causal, grid)) if BIAS in sites else None
+        _attach(new, stack, change, rotation, sight)
+        if change is not None and change.absolute and not site.own and sight is None:
             _tell_positions(new, stack, scheme)
     for module in modules:
         if module in site.own:
             _reroute(new, module, site.own[module])
     if not scheme.stacks:
-        new.edits += [_unlimited(table) for table in new.anatomy.tables]
+        new.edits += [_unlimited(table) for table in new.anatomy.tables if table.grid is None]
     if new.anatomy.turned is not None:
         unread = sinusoids(model).items()
         new.edits += [Replace(module, "forward", partial(parts.no_vectors, module), path) for path, module in unread]
@@ -197,7 +199,8 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
     new.storage = PORTABLE
     native = new.anatomy.bias
     # a family that adds ALiBi in each layer has the paper's slopes; Falcon, which adds it for all, has its own
-    new.effective = native is None or native.shared or native.name != scheme.name or bool(scheme.given())
+    same = native is not None and native.name == scheme.name and not (native.shared or native.tables)
+    new.effective = not same or bool(scheme.given())
     new.length = new.length or length
 
 
@@ -211,17 +214,18 @@ def _refuse_sparse(new: Plan, scheme: Scheme) -> None:
             )
 
 
-def _attach(new: Plan, stack: Stack, change: BiasChange | None, rotation: Rotation | None) -> None:
+def _attach(new: Plan, stack: Stack, change: BiasChange | None, rotation: Rotation | None, sight: Sight | None) -> None:
     """Edits that attach a change and a rotation to every attention module of a stack, and tell it their places."""
-    common = attention.Attached(change, rotation)
-    if change is None or change.shared:
+    common = attention.Attached(change, rotation, sight)
+    shared = (change is None or change.shared) and (rotation is None or not rotation.learned)
+    if shared:
         new.edits.append(Replace(stack.module, "posswap", common, stack.path))
         new.edits.append(Hook(stack.module, partial(attention.remember, attached=common), stack.path))
         new.edits.append(Hook(stack.module, partial(attention.forget, attached=common), stack.path, after=True))
     for path, module in stack.attentions.items():
         attached = common
-        if change is not None and not change.shared:
-            attached = attention.Attached(change, rotation)
+        if not shared:
+            attached = attention.Attached(change, rotation, sight)
             new.edits.append(Replace(module, "posswap", attached, path))
         attached.to(next(module.parameters()).device)
         names = tuple(inspect.signature(module.forward).parameters)
@@ -270,6 +274,11 @@ def rotation_of(new: Plan, scheme: Scheme, site: AttentionSite, length: int) -> 
 
     from .rotary import unscaled
 
+    if scheme.ndim == 2:
+        geometry = RotaryGeometry({}, length, site.head_dim, site.head_dim, None, heads=site.heads)
+        change, new.length = scheme.rotary(geometry), length
+        interleaved = change.pairing == "interleaved"
+        return Rotation(change.frequencies, 1.0, interleaved, learned=change.learned, of_image=change.of_image)
     rotary, dim = new.anatomy.rotary, site.head_dim
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     if rotary is not None and not rotary.layer_types:
@@ -301,4 +310,4 @@ def rotation_of(new: Plan, scheme: Scheme, site: AttentionSite, length: int) -> 
     )
     built = LlamaRotaryEmbedding(stand_in)
     new.length = change.length
-    return Rotation(built.inv_freq, built.attention_scaling, pairing == "interleaved", change.decay, length // 2)
+    return Rotation(built.inv_freq[None], built.attention_scaling, pairing == "interleaved", change.decay, length // 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,11 +18,12 @@ from ..anatomy import STACKS, Anatomy, TableSite, kind
 from ..concat import Concatenation, project
 from ..edits import Hook, Replace, same
 from ..errors import PosSwapError
-from ..patches import is_patch_convolution, resize_kernel
-from ..positions import root_mean_square
+from ..positions import SINCOS, resize_grid, root_mean_square, sincos_grid
 from ..record import KEY, PORTABLE
 from ..scheme import Scheme
 from ..sites import EmbedChange, EmbedGeometry
+from .images import is_image
+from .picture import resize_picture, sizes
 from .plan import Plan, plain_state, refuse_quantised, trained_length
 
 STREAMS = ("hc_mult", "hc_count")  # where configs of models with hyper-connections count the streams between layers
@@ -30,10 +32,11 @@ STREAMS = ("hc_mult", "hc_count")  # where configs of models with hyper-connecti
 def embed_geometry(new: Plan, table: TableSite | None = None) -> EmbedGeometry:
     """What an embed scheme is told of the site: the table, or the token embeddings it would be added to."""
     if table is not None:
-        rows = table.rows[table.reserved :].float()
+        rows = table.positions.float()
         rms = partial(_measure, new, rows, "this model's table", rms_key(new.anatomy, table))
-        own = partial(_resampled, table) if hasattr(table.owner, "interpolate_pos_encoding") else None
-        return EmbedGeometry(rows.shape[-1], len(rows), rows, rms, table.grid, table.patch, own)
+        return EmbedGeometry(
+            rows.shape[-1], len(rows), rows, rms, table.grid, sizes(new, table)[0], own_resample(table)
+        )
     embeddings, config = new.anatomy.model.get_input_embeddings(), new.anatomy.config
 
     def sample() -> Tensor:  # what the module returns, so that an embedding that scales its rows is measured right
@@ -42,6 +45,15 @@ def embed_geometry(new: Plan, table: TableSite | None = None) -> EmbedGeometry:
 
     rms = partial(_measure, new, sample, "this model's token embedding", "rms")
     return EmbedGeometry(config.hidden_size, trained_length(new), None, rms)
+
+
+def own_resample(table: TableSite) -> Callable[[tuple[int, int]], Tensor] | None:
+    """The model's own way from its table to that of another grid, None where it has none. All of them take what is
+    there for a square: not the patches of an oblong picture, nor the tubelets of a video.
+    """
+    square = table.grid is not None and len(table.grid) == 2 and table.grid[0] == table.grid[1]
+    own = square and hasattr(table.owner, "interpolate_pos_encoding")
+    return partial(_resampled, table) if own else None
 
 
 def _resampled(table: TableSite, grid: tuple[int, int]) -> Tensor:
@@ -63,6 +75,29 @@ def _resampled(table: TableSite, grid: tuple[int, int]) -> Tensor:
 def rms_key(anatomy: Anatomy, table: TableSite) -> str:
     """The name in a record of a table's root mean square."""
     return "rms" if table is anatomy.table else f"rms {table.path}"
+
+
+def had_key(anatomy: Anatomy, table: TableSite) -> str:
+    """The name in a record of what a table held before the swap, where that was not learned."""
+    return "had" if table is anatomy.table else f"had {table.path}"
+
+
+def held_by(table: TableSite) -> str:
+    """What a table holds: `sincos2d`, by the convention that its numbers follow (MAE, I-JEPA), or `learned`."""
+    rows = table.positions
+    if table.grid is None or len(table.grid) != 2 or rows.shape[1] % 4 or rows.shape[1] < 8 or rows.is_meta:
+        return "learned"
+    for convention in SINCOS:
+        waves = sincos_grid(torch.arange(len(rows)), grid=table.grid, dim=rows.shape[1], convention=convention)
+        if (rows.float().cpu() - waves).abs().max() <= torch.finfo(rows.dtype).eps ** 0.5:
+            return f"sincos2d ({convention})"
+    return "learned"
+
+
+def _remember(new: Plan, table: TableSite) -> None:
+    held = held_by(table)
+    if held != "learned":
+        new.measured.setdefault(had_key(new.anatomy, table), held)
 
 
 def _measure(new: Plan, vectors: Tensor | Callable[[], Tensor], what: str, key: str) -> float:
@@ -98,8 +133,7 @@ def _fill_table(new: Plan, scheme: Scheme, table: TableSite) -> None:
         )
     positions = torch.arange(change.length, device=table.weight.device)
     vectors = change.vectors(positions)
-    _write_table(new, table, torch.cat([table.rows[: table.reserved].to(vectors), vectors]), scheme.trainable)
-    _resize_around(new, table, change)
+    _exchange(new, table, vectors, scheme.trainable)
     if change.projection is not None:
         added = _concatenate(new, scheme, change)
         reader = getattr(table.owner, table.attribute)
@@ -107,17 +141,41 @@ def _fill_table(new: Plan, scheme: Scheme, table: TableSite) -> None:
         new.guard()
 
 
+def resize_table(new: Plan, scheme: Scheme) -> None:
+    """The model's own table, for a picture of another size; nothing else is done to it."""
+    for table in new.anatomy.tables:
+        grid, rows = sizes(new, table)[0], table.positions
+        if grid != table.grid:
+            own = own_resample(table)
+            rows = own(grid) if own else resize_grid(rows, table.grid, grid, "bicubic")
+        _exchange(new, table, rows, table.weight.requires_grad)
+
+
 def silence_table(new: Plan, scheme: Scheme) -> None:
     """Zero rows; where there are none, a module that computes its vectors returns zeros."""
     for table in new.anatomy.tables:
-        _write_table(new, table, torch.zeros_like(table.rows), trainable=False)
-        new.length = table.length
+        _remember(new, table)
+        count = table.length if table.grid is None else math.prod(sizes(new, table)[0])
+        others = len(table.rows) - table.length
+        _write_table(new, table, table.rows.new_zeros(others + count, table.rows.shape[-1]), trainable=False)
+        if count != table.length or table.grid is not None:
+            _resize_around(new, table, count)
+        new.length = count
     for path, module in new.anatomy.fixed.items():
         new.edits.append(Replace(module, "forward", partial(parts.no_vectors, module), path))
         new.length = new.anatomy.config.max_position_embeddings
         new.effective = True
         new.guard()
         new.storage = PORTABLE
+
+
+def _exchange(new: Plan, table: TableSite, vectors: Tensor, trainable: bool) -> None:
+    """Other position vectors (P, E); the rows of tokens that have no position stay."""
+    _remember(new, table)
+    before, after = table.others
+    rows = torch.cat([before.to(vectors), vectors, after.to(vectors)])
+    _write_table(new, table, rows, trainable)
+    _resize_around(new, table, len(vectors))
 
 
 def _write_table(new: Plan, table: TableSite, rows: Tensor, trainable: bool) -> None:
@@ -132,15 +190,15 @@ def _write_table(new: Plan, table: TableSite, rows: Tensor, trainable: bool) -> 
         new.replace(holder, "num_embeddings", len(rows), table.path)
 
 
-def _resize_around(new: Plan, table: TableSite, change: EmbedChange) -> None:
+def _resize_around(new: Plan, table: TableSite, length: int) -> None:
     """Everything that has the table's length: index buffers, the config, the patch grid, the length check."""
-    new.length = change.length
-    rows = change.length + table.reserved
+    new.length = length
+    rows = length + len(table.rows) - table.length
     if rows != table.rows.shape[0]:
         _resize_masks(new, table, rows)
     owner_path = table.path.rpartition(".")[0]
     if table.grid is not None:
-        _resize_image(new, table, change.grid, change.patch or table.patch)
+        resize_picture(new, table)
     for name in table.buffers:
         old = table.owner.get_buffer(name)
         counts = torch.arange(rows) if name == "position_ids" else torch.zeros(rows)
@@ -151,10 +209,10 @@ def _resize_around(new: Plan, table: TableSite, change: EmbedChange) -> None:
         return
     if getattr(new.text, "relative_attention", False) and new.text.max_relative_positions < 1:  # DeBERTa: as many
         new.set_config("max_relative_positions", new.text.max_position_embeddings)
-    new.set_config("max_position_embeddings", rows if table.counted else change.length)
+    new.set_config("max_position_embeddings", rows if table.counted else length)
     _recompute(new)
     names = tuple(inspect.signature(table.owner.forward).parameters)
-    check = partial(parts.refuse_longer, names=names, limit=change.length)
+    check = partial(parts.refuse_longer, names=names, limit=length)
     new.edits.append(Hook(table.owner, check, owner_path))
 
 
@@ -191,49 +249,12 @@ def _resize_masks(new: Plan, table: TableSite, rows: int) -> None:
         new.replace(new.anatomy.model.get_submodule(owner), name, value, owner)
 
 
-def _resize_image(new: Plan, table: TableSite, grid: tuple[int, int], patch: tuple[int, int]) -> None:
-    """The image's size and the patch's in the config, and in every module that computed with them when it was built."""
-    path = table.path.rpartition(".")[0]
-    _set_size(new, "image_size", (grid[0] * patch[0], grid[1] * patch[1]))
-    if patch != table.patch:
-        _set_size(new, "patch_size", patch)
-        _resize_patches(new, table, patch)
-    try:
-        with torch.device("meta"):
-            twin = type(table.owner)(new.text)
-    except Exception as error:
-        raise PosSwapError(
-            f"{new.scheme}: {kind(table.owner)} cannot be built with image_size={new.text.image_size!r} and "
-            f"patch_size={new.text.patch_size!r}: {type(error).__name__}: {error}"
-        ) from error
-    for (name, live), fresh in zip(table.owner.named_modules(prefix=path), twin.modules(), strict=True):
-        if live is not table.holder[0] or live is table.owner:  # the table's own size goes with its rows
-            for key, value in plain_state(fresh).items():
-                new.replace(live, key, value, name)
-
-
-def _set_size(new: Plan, key: str, size: tuple[int, int]) -> None:
-    """One number where that says it and the config has one, as its family allows."""
-    whole = isinstance(getattr(new.text, key), int)
-    new.set_config(key, size[0] if whole and size[0] == size[1] else list(size))
-
-
-def _resize_patches(new: Plan, table: TableSite, patch: tuple[int, int]) -> None:
-    found = {path: module for path, module in table.owner.named_modules() if is_patch_convolution(module)}
-    if len(found) != 1:
-        raise PosSwapError(f"{new.scheme}: {kind(new.anatomy.model)} has no patch embedding that could be resized")
-    ((path, convolution),) = found.items()
-    old = convolution.weight
-    new.effective = True
-    kernel = nn.Parameter(resize_kernel(old.detach(), patch), old.requires_grad)
-    new.edits.append(Replace(convolution, "weight", kernel, f"{table.path.rpartition('.')[0]}.{path}"))
-
-
 def silence_bias(new: Plan, scheme: Scheme) -> None:
     refuse_quantised(new.anatomy.model, str(new.scheme))
+    resized = {id(e.owner): e.value for e in new.edits if isinstance(e, Replace) and isinstance(e.value, nn.Parameter)}
     for path, table in new.anatomy.bias.tables.items():
-        zeros = nn.Parameter(torch.zeros_like(table.weight), requires_grad=False)
-        new.edits.append(Replace(table, "weight", zeros, path))
+        zeros = nn.Parameter(torch.zeros_like(resized.get(id(table.owner), table.weight)), requires_grad=False)
+        new.edits.append(Replace(table.owner, table.attribute, zeros, path))
     new.effective = True
 
 
@@ -241,6 +262,8 @@ def install_addition(new: Plan, scheme: Scheme) -> None:
     """Position vectors added, on a model that has no table: to what enters the first layer, where somebody tells it
     positions, else to the token embeddings.
     """
+    if is_image(new.anatomy):
+        raise PosSwapError(f"{scheme.name}: {kind(new.anatomy.model)} has no table of positions to resize or to fill")
     entries = _entries(new.anatomy)
     geometry = embed_geometry(new)
     if entries:
