@@ -148,6 +148,11 @@ def refuse_longer(
     return args, kwargs
 
 
+def unturned(module: nn.Module, args: tuple, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Behind a module that computes (cos, sin): no rotation."""
+    return torch.ones_like(output[0]), torch.zeros_like(output[1])
+
+
 def no_vectors(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """The forward of a silenced module of position vectors: zeros (1, 1, 1), for any tokens."""
     tensor = next(chain(module.parameters(), module.buffers()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -143,7 +144,7 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
     modules = [module for stack in site.stacks for module in stack.attentions.values()]
     for config in {id(c): c for c in (getattr(m, "config", new.anatomy.config) for m in modules)}.values():
         attention.check_backend(config._attn_implementation, scheme.name, modules)
-    if scheme.stacks and site.own and new.anatomy.bias is not None:
+    if scheme.stacks and (site.own or is_image(new.anatomy)) and new.anatomy.bias is not None:
         raise PosSwapError(f"{scheme.name} joins what a model has, and {kind(model)} adds its own bias out of reach")
     length = trained_length(new)
     rotation = rotation_of(new, scheme, site, length) if ROTARY in sites else None
@@ -230,6 +231,8 @@ def trained_length(new: Plan) -> int:
     """Tokens that the model was trained on, as far as its table or config tells; 0 where neither does."""
     if new.anatomy.table is not None:
         return new.anatomy.table.length
+    if is_image(new.anatomy):
+        return math.prod(trained_grid(new.anatomy))
     config = new.anatomy.config
     return next((n for n in (getattr(config, key, None) for key in LENGTHS) if isinstance(n, int)), 0)
 
