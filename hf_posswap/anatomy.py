@@ -11,7 +11,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, KeysView, Mapping
+from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import PosSwapError, nearest
+from .heads import always, finished, given_mask, with_weights
 from .sites import BIAS, EMBED, ROTARY, ROTARY_2D
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 
 STACKS = ("encoder", "decoder")
+# Tables by relative distance, by what their owners call them: T5's holds biases, DeBERTa's vectors that meet q and k
+RELATIVE = {"relative_attention_bias": "t5", "rel_embeddings": "disentangled"}
 
 
 @dataclass(frozen=True)
@@ -118,8 +121,8 @@ class BiasTable:
 
 @dataclass(frozen=True)
 class BiasSite:
-    """Biases per relative distance: learned ones (path -> table), as T5 and MPNet have them, or BEiT of two dimensions,
-    or the ALiBi of a declared family, which holds no numbers. `shared`: layers cannot have them apart.
+    """Biases per relative distance: learned ones (path -> table), as T5, MPNet and DeBERTa have them, or BEiT of two
+    dimensions, or the ALiBi of a declared family, which holds no numbers. `shared`: layers cannot have them apart.
     """
 
     tables: dict[str, BiasTable]
@@ -146,43 +149,57 @@ class TableDeclaration:
     trailing: Callable[[nn.Module], int] | None = None
 
 
-def always(module: nn.Module) -> bool:
-    """A lambda could not be pickled with the model that it is bound to."""
-    return True
-
-
 @dataclass(frozen=True)
 class AttentionDeclaration:
     """A family whose attention does not call transformers' attention interface, in terms of its own modules.
 
     `holds`: attributes by which an attention module of the family is known. `project(module, call)`: query
     (B, H, S, D), key and value (B, H', S, D) from the arguments of a call of its forward, by name.
-    `finish(module, output, call)`: what the forward makes of the attention output (B, S, H D). `scaling(module)`
-    multiplies the logits; `dropout(module)` is its probability; `groups(module)`: H / H', 1 where None; `cache`: the
-    argument that is the cache, if there is one. `causal(module)`: keys never follow queries. `alibi`: whether each
-    layer adds it by itself, or the key of the config that says whether the stack adds it for all. `off`: what the
-    attributes of that stack are without it. `does`: every name that the forward of a module uses, where others hold the
-    same attributes and compute otherwise; None: not looked at.
+    `finish(module, output, call)`: what the forward makes of the attention output (B, S, H D), and
+    `returns(module, output, weights)` what it returns. `mask(module, call)`: a tensor (B, 1, Q, K) or none, as
+    `given_mask` says. `scaling(module)` multiplies the logits, D**-0.5 where None; `dropout(module)` is its
+    probability; `groups(module)`: H / H', 1 where None; `cache`: the argument that is the cache, if there is one.
+    `causal(module)`: keys never follow queries. `alibi`: whether each layer adds it by itself, or the key of the config
+    that says whether the stack adds it for all. `off`: what the attributes of that stack are without it. `does`: every
+    name that the forward of a module uses, where others hold the same attributes and compute otherwise; None: not
+    looked at. `when(module)`: whether it is set to compute so. `layer`: its name for the layer's index in the cache.
+    `turns(module)`: dimensions R that it turns by itself, in interleaved pairs, which `project` leaves as they are.
     """
 
     holds: frozenset[str]
-    project: Callable[[nn.Module, Mapping[str, Any]], tuple[Tensor, Tensor, Tensor]]
-    finish: Callable[[nn.Module, Tensor, Mapping[str, Any]], Tensor]
-    scaling: Callable[[nn.Module], float]
+    project: Callable[[nn.Module, Mapping[str, Any]], Sequence[Tensor]]
     dropout: Callable[[nn.Module], float]
+    finish: Callable[[nn.Module, Tensor, Mapping[str, Any]], Any] = finished
+    returns: Callable[[nn.Module, Any, Tensor | None], Any] = with_weights
+    mask: Callable[[nn.Module, Mapping[str, Any]], Tensor | None] = given_mask
+    scaling: Callable[[nn.Module], float] | None = None
     cache: str | None = None
     causal: Callable[[nn.Module], bool] = always
     groups: Callable[[nn.Module], int] | None = None
     alibi: bool | str = False
     off: Mapping[str, Any] = field(default_factory=dict)
     does: frozenset[str] | None = None
+    when: Callable[[nn.Module], bool] = always
+    layer: str = "layer_idx"
+    turns: Callable[[nn.Module], int] | None = None
 
     def fits(self, module: nn.Module, held: KeysView[str]) -> bool:
         """Whether this is an attention module of the family; `held`: the names of what it holds."""
-        if not held >= self.holds:
+        if not (held >= self.holds and self.when(module)):
             return False
         code = inspect.unwrap(type(module).forward).__code__
         return self.does is None or self.does.issuperset(code.co_names)
+
+
+@dataclass(frozen=True)
+class MixingDeclaration:
+    """A family whose tokens reach each other without a logit for each query and key, where a scheme inside attention
+    could act. `holds`, `when`: as in AttentionDeclaration. `how`: what they do instead, after "its tokens".
+    """
+
+    holds: frozenset[str]
+    how: str
+    when: Callable[[nn.Module], bool] = always
 
 
 @dataclass(frozen=True)
@@ -192,6 +209,8 @@ class Anatomy:
     `tables`: one, or one for each stack of an encoder-decoder model. `fixed`: modules (path -> module) that compute
     sinusoids and whose output is added. `turning`: the module (path -> module) that hands all layers of an image model
     their rotation by row and column. `stack`: `encoder` or `decoder` where only what is in there is looked at.
+    `turned`: dimensions that attention modules of a declared family turn by themselves; no site, for no scheme can be
+    put in its place but inside attention.
     """
 
     model: PreTrainedModel
@@ -201,11 +220,17 @@ class Anatomy:
     fixed: Mapping[str, nn.Module] = field(default_factory=dict)
     turning: Mapping[str, nn.Module] = field(default_factory=dict)
     stack: str | None = None
+    turned: int | None = None
 
     @property
     def table(self) -> TableSite | None:
         """The first table: both stacks have one of the same length."""
         return self.tables[0] if self.tables else None
+
+    @property
+    def known(self) -> frozenset[str]:
+        """Where it knows positions."""
+        return self.sites | ({ROTARY} if self.turned else frozenset())
 
     @property
     def sites(self) -> frozenset[str]:
@@ -306,12 +331,12 @@ def examine(model: PreTrainedModel) -> Anatomy:
         hint = f"; patch the model inside first (it seems to be under .{inner}), then wrap it" if inner else ""
         raise PosSwapError(f"model={kind(model)} is not a transformers model{hint}")
     anatomy = find_sites(model)
-    if not anatomy.sites and getattr(model, "_is_stateful", False):  # transformers' mark of a recurrent state
+    if not anatomy.known and getattr(model, "_is_stateful", False):  # transformers' mark of a recurrent state
         raise PosSwapError(
             f"{kind(model)} (model_type {model.config.model_type!r}) has no positions to swap: it knows order by "
             "recurrence"
         )
-    if not anatomy.sites:
+    if not anatomy.known:
         raise PosSwapError(
             f"{kind(model)} (model_type {model.config.model_type!r}) has no site this package recognises: no module "
             "follows transformers' rotary contract, and no table of position vectors matches a declared family"
@@ -333,9 +358,8 @@ def _of_windows(model: PreTrainedModel) -> str:
 
 def find_sites(model: PreTrainedModel) -> Anatomy:
     """The anatomy of a model, not yet judged."""
-    return Anatomy(
-        model, find_rotary(model), find_tables(model), find_bias(model), find_fixed(model), find_turning(model)
-    )
+    tables, bias, fixed = find_tables(model), find_bias(model), find_fixed(model)
+    return Anatomy(model, find_rotary(model), tables, bias, fixed, find_turning(model), turned=find_turned(model))
 
 
 def held(module: nn.Module) -> dict[str, Any]:
@@ -422,26 +446,39 @@ def _table_site(model: PreTrainedModel, path: str, owner: nn.Module, declaration
 
 
 def find_fixed(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Modules that compute sinusoids to be added: known by the function that makes their numbers.
+    """Modules that compute sinusoids to be added. RoFormer has the same module and rotates with it."""
+    if any(hasattr(one, "apply_rotary_position_embeddings") for one in {type(module) for module in model.modules()}):
+        return {}
+    return sinusoids(model)
 
-    RoFormer has the same module and rotates with it: there its output is no vector, and it is not among these.
-    """
+
+def sinusoids(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Modules that compute sinusoids, known by the function that makes their numbers."""
     types = {type(module) for module in model.modules()}
     making = {one for one in types if hasattr(one, "create_weight") or hasattr(one, "make_weights")}
-    if not making or any(hasattr(one, "apply_rotary_position_embeddings") for one in types):
-        return {}
-    return {path: module for path, module in Anatomy(model).text_modules() if type(module) in making}
+    return {path: module for path, module in Anatomy(model).text_modules() if type(module) in making} if making else {}
+
+
+def find_turned(model: PreTrainedModel) -> int | None:
+    """Dimensions that attention modules of a declared family turn by themselves."""
+    turning = ((module, own) for module, own in own_attention(model).items() if own.turns is not None)
+    return next((own.turns(module) for module, own in turning), None)
 
 
 def find_bias(model: PreTrainedModel) -> BiasSite | None:
-    tables, grids = {}, {}
-    for path, module in model.named_modules():
-        if isinstance(module._modules.get("relative_attention_bias"), nn.Embedding):
-            tables[f"{path}.relative_attention_bias"] = BiasTable(module.relative_attention_bias)
-        elif _is_of_a_grid(module):
-            grids[path] = BiasTable(module, "relative_position_bias_table")
-    if tables:
-        return BiasSite(tables)
+    for attribute, name in RELATIVE.items():
+        tables = {
+            f"{path}.{attribute}": BiasTable(module._modules[attribute])
+            for path, module in model.named_modules()
+            if isinstance(module._modules.get(attribute), nn.Embedding)
+        }
+        if tables:
+            return BiasSite(tables, name)
+    grids = {
+        path: BiasTable(module, "relative_position_bias_table")
+        for path, module in model.named_modules()
+        if _is_of_a_grid(module)
+    }
     if grids:
         return BiasSite(grids, "bias2d", shared=len(grids) == 1)
     own = next(iter(own_attention(model).values()), None)
@@ -468,9 +505,21 @@ def own_attention(model: PreTrainedModel) -> dict[nn.Module, AttentionDeclaratio
     }
 
 
+def mixing(model: PreTrainedModel) -> str | None:
+    """How the tokens of a model reach each other where no query and key have a logit; None where they have."""
+    found = (
+        declaration.how
+        for module in model.modules()
+        for declarations in declared("MIXING")
+        for declaration in declarations
+        if held(module).keys() >= declaration.holds and declaration.when(module)
+    )
+    return next(found, None)
+
+
 @cache
 def declared(name: str) -> tuple[Any, ...]:
-    """Every TABLE, or every ATTENTION, in `anatomies/`."""
+    """Every TABLE, ATTENTION or MIXING (of several families) in `anatomies/`."""
     from . import anatomies
 
     files = pkgutil.iter_modules(anatomies.__path__)

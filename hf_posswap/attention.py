@@ -250,7 +250,7 @@ def hand_places(
     query = own.get_query_offset(module.layer_idx)
     if isinstance(query, Tensor):
         query = query.clone()  # a static cache counts on in place
-    key = own.get_mask_sizes(call["hidden_states"].shape[1], module.layer_idx)[1]
+    key = own.get_mask_sizes(call[names[0]].shape[1], module.layer_idx)[1]
     if attached.rotation is not None:
         rotated = RotatedKeys(own, attached, query)
         if own is not cache:
@@ -333,16 +333,16 @@ def reroute(module: nn.Module, *args: Any, declaration: AttentionDeclaration, na
     """
     call = given(names, args, kwargs)
     query, key, value = declaration.project(module, call)
-    cache, mask, positions = call.get(declaration.cache), call["attention_mask"], None
+    cache, mask, positions = call.get(declaration.cache), declaration.mask(module, call), None
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if cache is not None:
         key, value = cache.update(key, value, module.layer_idx)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, torch.finfo(query.dtype).min)
     if declaration.causal(module):
-        if mask is None:  # Megatron-BERT as a decoder before transformers 5.23: it looks both ways
+        if mask is None:  # Megatron-BERT and RoFormer before transformers 5.23 look both ways
             raise PosSwapError(f"{type(module).__name__} is a decoder's and was given no mask; it is not causal here")
-        if mask.dtype == torch.bool:  # true where hidden
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, torch.finfo(query.dtype).min)
         positions = ((mask == 0).sum(-1)[:, 0] - 1).clamp(min=0)
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, stock(module, "eager"))
     output, weights = attention(
@@ -351,12 +351,12 @@ def reroute(module: nn.Module, *args: Any, declaration: AttentionDeclaration, na
         key,
         value,
         mask,
-        scaling=declaration.scaling(module),
+        scaling=declaration.scaling(module) if declaration.scaling else query.shape[-1] ** -0.5,
         dropout=declaration.dropout(module) if module.training else 0.0,
         position_ids=positions,
         **{PLACES: call[PLACES]},
     )
-    return declaration.finish(module, output.flatten(2), call), weights
+    return declaration.returns(module, declaration.finish(module, output.flatten(2), call), weights)
 
 
 # for families that compute with the mask before attention sees it: always a tensor (B, 1, Q, K), of numbers to add

@@ -94,6 +94,7 @@ def describe(model: nn.Module) -> Description:
             (anatomy.fixed, _describe_fixed),
             (anatomy.turning, _describe_turning),
             (anatomy.bias is not None, _describe_bias),
+            (anatomy.turned is not None, _describe_turned),
         )
         if present
         for site in describe_site(anatomy, record)
@@ -261,6 +262,13 @@ def _describe_bias(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDesc
         yield SiteDescription(BIAS, had, has, words + ("inside attention" if replaced else own))
 
 
+def _describe_turned(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDescription]:
+    scheme = None if record is None else scheme_of(record)
+    has = "rope" if scheme is None or scheme.stacks else scheme.name if ROTARY in scheme.sites else NOTHING
+    detail = f"{anatomy.turned} dimensions of each head" if record is None else "inside attention"
+    yield SiteDescription(ROTARY, "rope", _in_layers(record, "rope", has), detail)
+
+
 def _in_layers(record: Record | None, had: str, has: str) -> str:
     """What a site has, where only some layers took a swap."""
     if record is None or record.layers is None or had == has:
@@ -273,7 +281,7 @@ def _describe_added(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDes
     if record is None:
         return
     scheme = scheme_of(record)
-    there = anatomy.sites | ({ROTARY} if anatomy.turning else set())
+    there = anatomy.known | ({ROTARY} if anatomy.turning else set())
     for site in (EMBED, ROTARY, BIAS):
         if site in scheme.sites - there:
             where = "before the first layer" if site == EMBED else "inside attention"
@@ -397,6 +405,8 @@ class _Subject:
             last = self.stack(**inputs).last_hidden_state
         finally:
             handle.remove()
+        if not seen:  # SqueezeBERT calls the forward of its layers past their hooks
+            seen.append(self.stack(**inputs, output_hidden_states=True).hidden_states[1])
         return seen[0][0], last[0]
 
 

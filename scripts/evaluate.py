@@ -295,10 +295,11 @@ def tokenizer_of(models: Models) -> Any:
 def processes() -> Iterator[str]:
     """The device of this process, among those that `accelerate launch` started."""
     from accelerate import PartialState
+    from accelerate.utils import parse_flag_from_env
 
     from hf_posswap.runs import check_processes
 
-    state = PartialState()
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))  # which it does not read by itself
     check_processes(state.num_processes)
     try:
         yield str(state.device)

@@ -40,6 +40,7 @@ LATENT = ROTARY | {
 PLAIN = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "pad_token_id", "bos_token_id", "eos_token_id")}
 FALCON = SIZES | {"num_kv_heads": 2}
 ENCODER = SIZES | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DISENTANGLED = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "type_vocab_size": 0}
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,32 @@ FAMILIES: dict[str, Family] = {
     "xlm_roberta": _roberta("XLMRobertaForMaskedLM", "XLMRobertaConfig"),
     "camembert": _roberta("CamembertForMaskedLM", "CamembertConfig"),
     "mpnet": _roberta("MPNetForMaskedLM", "MPNetConfig"),
+    # vectors of distances that meet q and k: beside a table; alone, in buckets, normalised, projected as q and k are
+    "deberta": Family("DebertaForMaskedLM", "DebertaConfig", ENCODER | DISENTANGLED, False),
+    "deberta_v2": Family(
+        "DebertaV2ForMaskedLM",
+        "DebertaV2Config",
+        ENCODER
+        | DISENTANGLED
+        | {"position_biased_input": False, "position_buckets": 8, "norm_rel_ebd": "layer_norm", "share_att_key": True},
+        False,
+    ),
+    "squeezebert": Family("SqueezeBertForMaskedLM", "SqueezeBertConfig", ENCODER | {"embedding_size": WIDTH}, False),
+    "xlm": Family(
+        "XLMWithLMHeadModel",
+        "XLMConfig",
+        {"vocab_size": VOCAB, "emb_dim": WIDTH, "n_heads": HEADS, "max_position_embeddings": LENGTH, "dropout": 0.0}
+        | {"attention_dropout": 0.0, "pad_token_id": PAD, "pad_index": PAD, "n_langs": 1},
+        False,
+        layers_key="n_layers",
+    ),
+    "roformer": Family("RoFormerForMaskedLM", "RoFormerConfig", ENCODER, False, positions=False),
+    "gptj": Family(
+        "GPTJForCausalLM",
+        "GPTJConfig",
+        PLAIN | {"n_head": HEADS, "n_positions": LENGTH, "rotary_dim": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+        True,
+    ),
     "gpt2": Family(
         "GPT2LMHeadModel",
         "GPT2Config",

@@ -181,9 +181,22 @@ SILENT_ROWS = [
     Row("nope", "gpt_neox", native=False, recalibrate=True),
     *[
         Row("nope", family, undoable=False, recalibrate=True)
-        for family in (*TABLES, "vit", "t5_encoder", "beit_bias", "beit_shared")
+        for family in (
+            *TABLES,
+            "vit",
+            "t5_encoder",
+            "deberta",
+            "deberta_v2",
+            "squeezebert",
+            "xlm",
+            "beit_bias",
+            "beit_shared",
+        )
     ],
-    *[Row("nope", family, native=False, recalibrate=True) for family in ("bloom", "mpt", "falcon_alibi")],
+    *[
+        Row("nope", family, native=False, recalibrate=True)
+        for family in ("bloom", "mpt", "falcon_alibi", "roformer", "gptj")
+    ],
     Row("nope", "falcon", recalibrate=True),
     Row("nope", "phi3", native=False, recalibrate=True),  # its config holds no silence
 ]
@@ -194,7 +207,12 @@ ADDED_ROWS = [
         ("qwen3", "halves"),
         ("gpt_neox", "interleaved"),
         ("gemma3", "halves"),
+        ("bloom", "interleaved"),
+        ("roformer", "interleaved"),
+        ("gptj", "halves"),
     )
+] + [
+    Row("sinusoidal", family, native=False, undoable=False, recalibrate=True) for family in ("t5_encoder", "deberta_v2")
 ]
 TABLE_ROWS = [
     row
@@ -220,6 +238,7 @@ MORE_TABLE_ROWS = [
         )
     ],
     Row("learned", "vit", {"image_size": 48}, undoable=False),
+    *[Row("learned", family, {"factor": 3, "init": "tile"}, **RESIZED) for family in ("deberta", "xlm")],
     Row("learned", "vit", {"image_size": (48, 64), "init": "tile"}, undoable=False),
     Row("nope", "vit", {"image_size": 48, "num_channels": 1}, undoable=False, recalibrate=True),
     *[
@@ -290,7 +309,18 @@ IN_ATTENTION = {
     "proportional": {"partial_rotary_factor": 0.5},
     "logn": {"clip": False},
 }
-KEPT = ("llama", "gemma3", "gpt_neox", "modernbert", "bloom", "mpt", "falcon", "falcon_alibi")  # no numbers to lose
+KEPT = (
+    "llama",
+    "gemma3",
+    "gpt_neox",
+    "modernbert",
+    "bloom",
+    "mpt",
+    "falcon",
+    "falcon_alibi",
+    "roformer",
+    "gptj",
+)  # no numbers
 
 
 def in_attention(names: str, family: str, **flags: Any) -> list[Row]:
@@ -327,6 +357,11 @@ ATTENTION_ROWS = [
     *in_attention("alibi, t5, kerple, fire, sandwich, xpos, rope", "falcon_alibi"),
     *in_attention("alibi, t5, kerple, fire, sandwich, xpos, logn", "falcon"),
     *in_attention(f"alibi, t5, t5 per layer, kerple, sandwich, {EVERY_ROTATION}", "t5_encoder"),
+    *[row for family in ("deberta", "deberta_v2", "squeezebert", "xlm") for row in in_attention("alibi, rope", family)],
+    *in_attention("alibi, kerple", "roformer"),
+    *in_attention("yarn, linear", "roformer", recalibrate=False),
+    *in_attention("alibi, fire, xpos", "gptj"),
+    *in_attention("yarn, linear", "gptj", recalibrate=False),
 ]
 ONE_AXIS = {"ndim": 1}  # patches numbered row by row
 IMAGE_ROWS = [

@@ -212,6 +212,7 @@ def test_undo_is_exact(row: Row):
     before, keys, config = logits(model, **inputs), list(model.state_dict()), model.config.to_dict()
     modules = [name for name, _ in model.named_modules()]
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    trained = [parameter.requires_grad for parameter in model.parameters()]
     row.patch(model)
     logits(model, **row.inputs())  # dynamic and longrope keep state between calls
     unpatch_model(model)
@@ -221,13 +222,13 @@ def test_undo_is_exact(row: Row):
     assert [name for name, _ in model.named_modules()] == modules
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
-    assert all(p.requires_grad for p in model.parameters())
+    assert [parameter.requires_grad for parameter in model.parameters()] == trained
 
 
 @by_id(ROWS)
 def test_twice_is_once_and_another_replaces_it(row: Row):
     model = row.source()
-    places = "rope2d" if row.anatomy.vision else "sinusoidal" if row.anatomy.positions else "rope"
+    places = "rope2d" if row.anatomy.vision else "sinusoidal" if row.anatomy.positions else "kerple"
     other = "nope" if row.scheme != "nope" else places
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RecalibrationWarning)
@@ -314,14 +315,8 @@ def test_compiles_to_one_graph_for_any_length(row: Row):
 # --- 15 training
 
 
-UNREACHED = (
-    "pooler",
-    "mask_token",
-    "visual",
-    "experts",
-    "post_layernorm",
-    "vision_model.head",
-)  # by the loss of these inputs, patched or not
+# by the loss of these inputs, patched or not; the last, which DeBERTa meets distances with, not where those are silent
+UNREACHED = ("pooler", "mask_token", "visual", "experts", "post_layernorm", "vision_model.head", "pos_proj")
 
 
 def loss_of(model, row: Row):

@@ -257,25 +257,26 @@ def test_model_without_a_site():
 
 
 def test_attention_that_nothing_reaches():
-    from transformers import ConvBertConfig, ConvBertForMaskedLM
+    from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 1}
-    model = ConvBertForMaskedLM(ConvBertConfig(vocab_size=64, max_position_embeddings=LENGTH, **sizes))
+    model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=64, n_positions=LENGTH, n_embd=64, n_layer=1, n_head=4))
     before = state(model)
-    with pytest.raises(PosSwapError, match=r"ConvBertForMaskedLM has an attention of its own that does not go through"):
+    with pytest.raises(
+        PosSwapError, match=r"OpenAIGPTLMHeadModel has an attention of its own that does not go through"
+    ):
         patch_model(model, "alibi")
     unchanged(model, before)
 
 
 def test_table_whose_neighbour_is_unknown():
-    from transformers import DebertaConfig, DebertaForMaskedLM
+    from transformers import LukeConfig, LukeForMaskedLM
 
-    config = DebertaConfig(
+    config = LukeConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=32, relative_attention=True, position_biased_input=True, pos_att_type=["c2p", "p2c"],
+        max_position_embeddings=32, entity_vocab_size=8, entity_emb_size=16,
     )  # fmt: skip
-    with pytest.raises(PosSwapError, match=r"another table at .*rel_embeddings"):
-        patch_model(DebertaForMaskedLM(config), "nope")
+    with pytest.raises(PosSwapError, match=r"another table at luke.entity_embeddings.entity_embeddings whose part"):
+        patch_model(LukeForMaskedLM(config), "nope")
 
 
 def wrapped_by_compile():

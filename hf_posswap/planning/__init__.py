@@ -50,7 +50,7 @@ def plan(
         raise PosSwapError(f"{scheme} would change nothing on this {kind(model)}")
     _refuse_invalid(new)
     continues = (
-        scheme.keeps_function and (scheme.stacks or scheme.sites & anatomy.sites) and "pairing" not in new.original
+        scheme.keeps_function and (scheme.stacks or scheme.sites & anatomy.known) and "pairing" not in new.original
     )
     new.recalibrate = not continues
     if new.recalibrate:
@@ -93,7 +93,8 @@ def choose_steps(
         steps.append(silence_bias)
     if EMBED in scheme.sites - native:
         steps.append(install_addition)
-    if inside or (BIAS in silenced and not anatomy.bias.tables):
+    turning = anatomy.turned is not None and not scheme.stacks
+    if inside or turning or (BIAS in silenced and not anatomy.bias.tables):
         from .attention import install_attention  # imports transformers' modeling code, seconds of it
 
         steps.append(install_attention)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from .. import attention, parts
-from ..anatomy import AttentionDeclaration, TableSite, kind, own_attention, text_config
+from ..anatomy import STACKS, AttentionDeclaration, TableSite, kind, mixing, own_attention, sinusoids, text_config
 from ..edits import Hook, Replace
 from ..errors import PosSwapError
 from ..grid import Sight
@@ -22,16 +22,16 @@ from ..scheme import Scheme
 from ..sites import BIAS, ROTARY, BiasChange, BiasGeometry, RotaryGeometry
 from .images import is_image, trained_grid, watch_images
 from .picture import GRID
+from .plan import trained_length
 
 if TYPE_CHECKING:
     from .plan import Plan
 
 # What models call a module that attends to another sequence; it has no distances.
 CROSS = frozenset({"crossattention", "cross_attn", "cross_attention", "encoder_attn", "EncDecAttention"})
-# Where configs of models without a table say the tokens they were trained on; Bloom's and T5's are extra keys.
-LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions")
 # rope types whose frequencies change with the longest position of a call
 VARYING = frozenset({"dynamic", "longrope"})
+WHOLE = "original_full"  # what BigBird calls an attention of all tokens to all
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ def find_attention(new: Plan, scheme: Scheme) -> AttentionSite:
     """Raises PosSwapError where a scheme cannot be put inside this model's attention."""
     model = new.anatomy.model
     config = text_config(model)
+    _refuse_sparse(new, scheme)
     own = own_attention(model)
     found = {
         path: module
@@ -73,22 +74,34 @@ def find_attention(new: Plan, scheme: Scheme) -> AttentionSite:
         and getattr(module, "config", config).__class__ is config.__class__
         and not CROSS & {*path.split(".")}
     }
+    how = mixing(model)
+    if how is not None:
+        raise PosSwapError(
+            f"{scheme.name} works on the logit of a query and a key, and {kind(model)} has none: its tokens {how}"
+        )
     if not found:
         raise PosSwapError(
             f"{scheme.name} works inside attention, and {kind(model)} has an attention of its own that does not go "
             "through transformers' attention interface"
         )
     refuse_other_keys(scheme, found)
+    _refuse_half(new, scheme, found)
     first = next(iter(found.values()))
-    if "kwargs" not in inspect.signature(first.forward).parameters and not is_image(new.anatomy):
+    takes = first in own or is_image(new.anatomy)
+    if not takes and "kwargs" not in inspect.signature(first.forward).parameters:
         raise PosSwapError(f"{scheme.name}: the attention of {kind(model)} takes no further keywords")
-    heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1
+    heads = getattr(first, "num_attention_heads", config.num_attention_heads)  # ConvBERT's config counts others too
+    groups = getattr(config, "num_key_value_heads", None) or 1
     if heads % groups:
         raise PosSwapError(
             f"{scheme.name}: num_attention_heads={heads} of {kind(model)} is not a multiple of its "
             f"num_key_value_heads={groups}"
         )
-    head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads
+    widths = (
+        getattr(first, "attention_head_size", None),
+        *(getattr(config, key, None) for key in ("head_dim", "d_kv")),
+    )
+    head_dim = next((width for width in widths if width), config.hidden_size // heads)
     return AttentionSite(_stacks(new, found, own), own, heads, head_dim)
 
 
@@ -99,6 +112,18 @@ def refuse_other_keys(scheme: Scheme, found: dict[str, nn.Module]) -> None:
             raise PosSwapError(f"{scheme.name}: {path} reads the keys of another layer, whose places it is not told")
         if isinstance(getattr(module, "compressor", None), nn.Module):
             raise PosSwapError(f"{scheme.name}: {path} compresses several tokens into one key, which has no place")
+
+
+def _refuse_half(new: Plan, scheme: Scheme, found: dict[str, nn.Module]) -> None:
+    """Raise where one stack of two has attention within reach, and the other's would get nothing."""
+    model, reached = new.anatomy.model, {id(module) for module in found.values()}
+    if model.config.is_encoder_decoder and new.anatomy.stack is None:
+        for stack in STACKS:
+            if not reached & {id(module) for module in getattr(model, f"get_{stack}")().modules()}:
+                raise PosSwapError(
+                    f"{scheme.name} works inside attention, and that of the {stack} of {kind(model)} does not go "
+                    "through transformers' attention interface"
+                )
 
 
 def _calls_interface(module: nn.Module) -> bool:
@@ -146,9 +171,11 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
         attention.check_backend(config._attn_implementation, scheme.name, modules)
     if scheme.stacks and (site.own or is_image(new.anatomy)) and new.anatomy.bias is not None:
         raise PosSwapError(f"{scheme.name} joins what a model has, and {kind(model)} adds its own bias out of reach")
-    length = trained_length(new)
-    rotation = rotation_of(new, scheme, site, length) if ROTARY in sites else None
+    if scheme.stacks and new.anatomy.turned is not None:
+        raise PosSwapError(f"{scheme.name} joins what a model has, and {kind(model)} turns q and k out of reach")
     grid = tuple(new.measured.get(GRID) or trained_grid(new.anatomy)) if is_image(new.anatomy) else None
+    length = trained_length(new) if grid is None or new.anatomy.tables else math.prod(grid)
+    rotation = rotation_of(new, scheme, site, length) if ROTARY in sites else None
     for stack in site.stacks:
         sight = watch_images(new, scheme, stack.module, modules[0]) if grid is not None else None
         tokens = length if sight is None else length + sight.before + sight.after
@@ -161,6 +188,9 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
             _reroute(new, module, site.own[module])
     if not scheme.stacks:
         new.edits += [_unlimited(table) for table in new.anatomy.tables if table.grid is None]
+    if new.anatomy.turned is not None:
+        unread = sinusoids(model).items()
+        new.edits += [Replace(module, "forward", partial(parts.no_vectors, module), path) for path, module in unread]
     own = f"{attention.PREFIX}{attention.DENSE}{new.anatomy.config._attn_implementation}" if site.own else None
     new.edits.append(attention.Route(modules, site.stacks[0].path, own))
     for path, module in model.named_modules():
@@ -174,6 +204,16 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
     same = native is not None and native.name == scheme.name and not (native.shared or native.tables)
     new.effective = not same or bool(scheme.given())
     new.length = new.length or length
+
+
+def _refuse_sparse(new: Plan, scheme: Scheme) -> None:
+    """Raise where BigBird and kin exchange attention modules: for sparse ones, or, at a short text, back."""
+    for _, module in new.anatomy.text_modules():
+        if hasattr(module, "set_attention_type") and {module.attention_type, new.text.attention_type} != {WHOLE}:
+            raise PosSwapError(
+                f"{scheme.name}: attention_type={new.text.attention_type!r}: sparse attention of "
+                f"{kind(new.anatomy.model)} has logits of some blocks only; load it with attention_type={WHOLE!r}"
+            )
 
 
 def _attach(new: Plan, stack: Stack, change: BiasChange | None, rotation: Rotation | None, sight: Sight | None) -> None:
@@ -212,6 +252,8 @@ def _reroute(new: Plan, module: nn.Module, declaration: AttentionDeclaration) ->
     new.replace(module, "num_key_value_groups", declaration.groups(module) if declaration.groups else 1)
     if not hasattr(module, "config"):
         new.replace(module, "config", new.text)
+    if declaration.cache is not None:
+        new.replace(module, "layer_idx", getattr(module, declaration.layer))
     stack = new.anatomy.model.base_model
     for name, value in declaration.off.items():
         new.replace(stack, name, value)
@@ -225,16 +267,6 @@ def _unlimited(table: TableSite) -> Hook | Replace:
         return Replace(reader, "forward", partial(parts.no_vectors, reader), table.path)
     names = tuple(inspect.signature(table.owner.forward).parameters)
     return Hook(table.owner, partial(parts.without_positions, names=names, argument="position_ids"), where)
-
-
-def trained_length(new: Plan) -> int:
-    """Tokens that the model was trained on, as far as its table or config tells; 0 where neither does."""
-    if new.anatomy.table is not None:
-        return new.anatomy.table.length
-    if is_image(new.anatomy):
-        return math.prod(trained_grid(new.anatomy))
-    config = new.anatomy.config
-    return next((n for n in (getattr(config, key, None) for key in LENGTHS) if isinstance(n, int)), 0)
 
 
 def rotation_of(new: Plan, scheme: Scheme, site: AttentionSite, length: int) -> Rotation:
@@ -255,9 +287,14 @@ def rotation_of(new: Plan, scheme: Scheme, site: AttentionSite, length: int) -> 
         parameters, length = unscaled(rotary.parameters(rotary.config, None), rotary.config)
         dim = 2 * next(iter(rotary.modules.values())).get_buffer("inv_freq").shape[-1]
         parameters = {"rope_type": "default", "rope_theta": parameters["rope_theta"]}
+    turned = new.anatomy.turned is not None
+    dim = new.anatomy.turned if turned else dim
     if dim % 2:
         raise PosSwapError(f"{scheme.name}: head_dim={dim} is odd; pairs of dimensions cannot be turned")
-    change = scheme.rotary(RotaryGeometry(parameters, length, site.head_dim, dim, None))
+    change = scheme.rotary(RotaryGeometry(parameters, length, site.head_dim, dim, "interleaved" if turned else None))
+    pairing = change.pairing or ("interleaved" if turned else "halves")
+    if turned and (change.rope_parameters, change.decay, pairing) == (parameters, None, "interleaved"):
+        raise PosSwapError(f"{scheme} would change nothing on this {kind(new.anatomy.model)}")
     if change.rope_parameters["rope_type"] in VARYING:
         raise PosSwapError(
             f"{scheme.name}: its frequencies follow the longest position of a call, which {kind(new.anatomy.model)} "
@@ -275,6 +312,5 @@ def rotation_of(new: Plan, scheme: Scheme, site: AttentionSite, length: int) -> 
     )
     built = LlamaRotaryEmbedding(stand_in)
     new.length = change.length
-    return Rotation(
-        built.inv_freq[None], built.attention_scaling, change.pairing == "interleaved", change.decay, length // 2
-    )
+    interleaved = pairing == "interleaved"
+    return Rotation(built.inv_freq[None], built.attention_scaling, interleaved, change.decay, length // 2)

@@ -17,6 +17,9 @@ from ..pictures import Picture
 from ..record import ATTENTION_KEY, FOREIGN_ATTENTION, KEY, NATIVE, Record, config_values, owner_of, published
 from ..scheme import Scheme, named
 
+# Where configs of models without a table say the tokens they were trained on; Bloom's and T5's are extra keys.
+LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions")
+
 
 @dataclass
 class Plan:
@@ -119,6 +122,14 @@ class Plan:
     def _new(self, path: str) -> Any:
         holder, name = owner_of(self.config, path)
         return getattr(holder, name)
+
+
+def trained_length(new: Plan) -> int:
+    """Tokens that the model was trained on, as far as its table or config tells; 0 where neither does."""
+    if new.anatomy.table is not None:
+        return new.anatomy.table.length
+    config = new.anatomy.config
+    return next((n for n in (getattr(config, key, None) for key in LENGTHS) if isinstance(n, int)), 0)
 
 
 def config_path(config: Any, inner: Any) -> str:

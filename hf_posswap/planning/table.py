@@ -6,6 +6,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import parts
-from ..anatomy import Anatomy, TableSite, kind
+from ..anatomy import STACKS, Anatomy, TableSite, kind
 from ..concat import Concatenation, project
 from ..edits import Hook, Replace, same
 from ..errors import PosSwapError
@@ -23,7 +24,7 @@ from ..scheme import Scheme
 from ..sites import EmbedChange, EmbedGeometry
 from .images import is_image, trained_grid
 from .picture import resize_picture, sizes
-from .plan import Plan, refuse_quantised
+from .plan import Plan, plain_state, refuse_quantised, trained_length
 
 STREAMS = ("hc_mult", "hc_count")  # where configs of models with hyper-connections count the streams between layers
 
@@ -43,7 +44,7 @@ def embed_geometry(new: Plan, table: TableSite | None = None) -> EmbedGeometry:
             return embeddings(torch.arange(min(1024, embeddings.weight.shape[0]), device=embeddings.weight.device))
 
     rms = partial(_measure, new, sample, "this model's token embedding", "rms")
-    return EmbedGeometry(config.hidden_size, config.max_position_embeddings, None, rms)
+    return EmbedGeometry(config.hidden_size, trained_length(new), None, rms)
 
 
 def own_resample(table: TableSite) -> Callable[[tuple[int, int]], Tensor] | None:
@@ -201,14 +202,34 @@ def _resize_around(new: Plan, table: TableSite, length: int) -> None:
     for name in table.buffers:
         old = table.owner.get_buffer(name)
         counts = torch.arange(rows) if name == "position_ids" else torch.zeros(rows)
+        counts = counts[table.rows.shape[0] - old.shape[-1] :]  # some leave the reserved rows out
         value = counts.to(old.device, old.dtype).expand(*old.shape[:-1], -1)
         new.replace(table.owner, name, value, owner_path)
     if table.grid is not None:
         return
+    if getattr(new.text, "relative_attention", False) and new.text.max_relative_positions < 1:  # DeBERTa: as many
+        new.set_config("max_relative_positions", new.text.max_position_embeddings)
     new.set_config("max_position_embeddings", rows if table.counted else length)
+    _recompute(new)
     names = tuple(inspect.signature(table.owner.forward).parameters)
     check = partial(parts.refuse_longer, names=names, limit=length)
     new.edits.append(Hook(table.owner, check, owner_path))
+
+
+def _recompute(new: Plan) -> None:
+    """What modules computed from the config's length when they were built: MRA, how many blocks it compares."""
+    built: dict[type, dict[str, Any]] = {}
+    for path, module in new.anatomy.text_modules():
+        cls = type(module)
+        whole = any(isinstance(inner, nn.ModuleList) for inner in module.modules())
+        if whole or [*inspect.signature(cls.__init__).parameters] != ["self", "config"]:
+            continue
+        if cls not in built:
+            with torch.device("meta"):
+                before, after = (plain_state(cls(config)) for config in (new.anatomy.config, new.text))
+            built[cls] = {name: value for name, value in after.items() if value != before[name]}
+        for name, value in built[cls].items():
+            new.replace(module, name, value, path)
 
 
 def _resize_masks(new: Plan, table: TableSite, rows: int) -> None:
@@ -240,11 +261,15 @@ def silence_bias(new: Plan, scheme: Scheme) -> None:
 
 
 def install_addition(new: Plan, scheme: Scheme) -> None:
-    """Position vectors added to what enters the first layer, on a model that has no table."""
+    """Position vectors added, on a model that has no table: to what enters the first layer, where somebody tells it
+    positions, else to the token embeddings.
+    """
     if is_image(new.anatomy):
         raise PosSwapError(f"{scheme.name}: {kind(new.anatomy.model)} has no table of positions to resize or to fill")
-    path, layer, stack = new.anatomy.first_layer()
+    entries = _entries(new.anatomy)
     geometry = embed_geometry(new)
+    if entries:
+        geometry = replace(geometry, dim=new.anatomy.model.get_input_embeddings().weight.shape[-1])
     change = scheme.embed(geometry)
     if getattr(scheme, "max_positions", None) is not None and not scheme.trainable:
         raise PosSwapError(
@@ -253,8 +278,42 @@ def install_addition(new: Plan, scheme: Scheme) -> None:
         )
     vectors, new.length = change.vectors, geometry.length
     if change.projection is not None:
+        if len(entries) > 1:
+            raise PosSwapError(f"{scheme.name}: combine='concat' is for models of one stack")
         computed = {"table": vectors(torch.arange(change.length))} if scheme.trainable else {"vectors": vectors}
         vectors = _concatenate(new, scheme, change, **computed)
+    for stack in entries or [_add_in_first_layer(new, vectors)]:
+        names = tuple(inspect.signature(stack.forward).parameters)
+        if scheme.trainable:
+            new.length = change.length
+            longest = partial(parts.refuse_longer, names=names, limit=change.length)
+            new.edits.append(Hook(stack, longest, kind(stack)))
+        if entries:
+            new.edits.append(
+                Hook(stack, partial(parts.embed_with_positions, names=names, vectors=vectors), kind(stack))
+            )
+    new.storage = PORTABLE
+    new.effective = True
+
+
+def _entries(anatomy: Anatomy) -> list[nn.Module]:
+    """The stacks (one, or encoder and decoder) that embed tokens and tell no layer positions; none where one does."""
+    model = anatomy.model
+    try:
+        anatomy.first_layer()
+    except PosSwapError:
+        decoded = model.config.is_encoder_decoder
+        names = [name for name in STACKS if anatomy.stack in (None, name)] if decoded else []
+        stacks = [getattr(model, f"get_{name}")() for name in names] or [model.base_model]
+        if all(inspect.signature(one.forward).parameters.keys() >= {"input_ids", "inputs_embeds"} for one in stacks):
+            return stacks
+        raise
+    return []
+
+
+def _add_in_first_layer(new: Plan, vectors: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Edits that add vectors to what enters the first layer; the stack that calls it."""
+    path, layer, stack = new.anatomy.first_layer()
     stack_names, names = (tuple(inspect.signature(m.forward).parameters) for m in (stack, layer))
     for module in dict.fromkeys((new.anatomy.model.base_model, stack)):  # the whole may number tokens for its stack
         of_module = tuple(inspect.signature(module.forward).parameters)
@@ -265,12 +324,7 @@ def install_addition(new: Plan, scheme: Scheme) -> None:
     streams = next((n for n in (getattr(new.text, key, None) for key in STREAMS) if n), 1)
     add = partial(parts.add_positions, names=names, vectors=vectors, streams=streams)
     new.edits.append(Hook(layer, add, path))
-    if scheme.trainable:
-        new.length = change.length
-        longest = partial(parts.refuse_longer, names=stack_names, limit=change.length)
-        new.edits.append(Hook(stack, longest, kind(stack)))
-    new.storage = PORTABLE
-    new.effective = True
+    return stack
 
 
 def _concatenate(new: Plan, scheme: Scheme, change: EmbedChange, **read: Any) -> Concatenation:

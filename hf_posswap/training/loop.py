@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, LoggerType, set_seed
@@ -85,10 +85,8 @@ def load(arguments: FinetuneArguments, scheme: Scheme | None = None) -> tuple[Pr
                 raise PosSwapError(f"{name}={getattr(arguments, name)} was given without --scheme")
         return model, tokenizer
     if checkpoint is None:
-        fit = None
-        if arguments.fit_tokens:
-            with PartialState().local_main_process_first():  # the others find the tokens in datasets' cache
-                fit = calibration(arguments, tokenizer, trained_length(model), arguments.fit_tokens)
+        wanted = arguments.fit_tokens
+        fit = calibration(arguments, tokenizer, trained_length(model), wanted) if wanted else None
         return patch_model(model, scheme, tokenizer=tokenizer, layers=arguments.layers, fit=fit), tokenizer
     if not carries(model, scheme, arguments.layers):
         record = record_of(model)
