@@ -466,19 +466,16 @@ def find_turned(model: PreTrainedModel) -> int | None:
 
 
 def find_bias(model: PreTrainedModel) -> BiasSite | None:
+    tables, grids = {}, {}
     for attribute, name in RELATIVE.items():
-        tables = {
-            f"{path}.{attribute}": BiasTable(module._modules[attribute])
-            for path, module in model.named_modules()
-            if isinstance(module._modules.get(attribute), nn.Embedding)
-        }
+        for path, module in model.named_modules():
+            if isinstance(module._modules.get(attribute), nn.Embedding):
+                tables[f"{path}.{attribute}"] = BiasTable(module._modules[attribute])
         if tables:
             return BiasSite(tables, name)
-    grids = {
-        path: BiasTable(module, "relative_position_bias_table")
-        for path, module in model.named_modules()
-        if _is_of_a_grid(module)
-    }
+    for path, module in model.named_modules():
+        if _is_of_a_grid(module):
+            grids[path] = BiasTable(module, "relative_position_bias_table")
     if grids:
         return BiasSite(grids, "bias2d", shared=len(grids) == 1)
     own = next(iter(own_attention(model).values()), None)

@@ -22,6 +22,9 @@ class PictureArguments:
     patch_size: list[int] | None = field(default=None, metadata={"help": "Of a patch: pixels, or height and width."})
     num_frames: int | None = field(default=None, metadata={"help": "Of a video."})
     num_channels: int | None = field(default=None, metadata={"help": "Of a pixel."})
+    ndim: int | None = field(
+        default=None, metadata={"help": "1 numbers patches row by row, for a scheme of one dimension."}
+    )
     patch_form: str | None = field(default=None, metadata={"help": "How patches are embedded: linear, convolution."})
 
     def given(self) -> dict[str, Any]:

@@ -219,8 +219,9 @@ def _describe_turning(anatomy: Anatomy, record: Record | None) -> Iterator[SiteD
     has = "rope2d" if not silenced else record.scheme if ROTARY in scheme_of(record).sites else NOTHING
     for module in anatomy.turning.values():
         parameters = getattr(anatomy.config, "rope_parameters", None) or vars(anatomy.config)
-        theta = _number(float(parameters["rope_theta"]))
-        own = f"rope_theta={theta}, {module.inv_freq.shape[-1]} frequencies"
+        theta = parameters.get("rope_theta")
+        base = "" if theta is None else f"rope_theta={_number(float(theta))}, "
+        own = f"{base}{module.inv_freq.shape[-1]} frequencies"
         inside = "inside attention" if has != NOTHING else ""
         yield SiteDescription(ROTARY_2D, "rope2d", has, inside if silenced else own)
 

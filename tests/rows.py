@@ -67,9 +67,8 @@ class Row:
     def inputs(self, batch: int = 2) -> dict[str, torch.Tensor]:
         """Inputs on which the effect shows; of the new size, on image models."""
         if self.anatomy.vision:
-            return {
-                "pixel_values": pixels(self.params.get("image_size", 32), self.params.get("num_channels", 3))[:batch]
-            }
+            size, channels = self.params.get("image_size", 32), self.params.get("num_channels", 3)
+            return {"pixel_values": pixels(size, channels)[:batch]}
         return {"input_ids": tokens(batch, self.length)}
 
     def plain_inputs(self) -> dict[str, torch.Tensor]:
@@ -182,15 +181,8 @@ SILENT_ROWS = [
     *[
         Row("nope", family, undoable=False, recalibrate=True)
         for family in (
-            *TABLES,
-            "vit",
-            "t5_encoder",
-            "deberta",
-            "deberta_v2",
-            "squeezebert",
-            "xlm",
-            "beit_bias",
-            "beit_shared",
+            *(*TABLES, "vit", "t5_encoder", "beit_bias", "beit_shared"),
+            *("deberta", "deberta_v2", "squeezebert", "xlm"),
         )
     ],
     *[

@@ -315,7 +315,7 @@ def test_compiles_to_one_graph_for_any_length(row: Row):
 # --- 15 training
 
 
-# by the loss of these inputs, patched or not; the last, which DeBERTa meets distances with, not where those are silent
+# by the loss of these inputs, patched or not; `pos_proj`, of DeBERTa's distances, where those are silent
 UNREACHED = ("pooler", "mask_token", "visual", "experts", "post_layernorm", "vision_model.head", "pos_proj")
 
 

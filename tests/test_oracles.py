@@ -327,6 +327,19 @@ def test_sincos2d_table(convention, size):
     np.testing.assert_allclose(found[1:], waves * np.sqrt((old[1:] ** 2).mean() / 0.5), atol=2e-6)
 
 
+@pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
+def test_fitted_sincos2d_is_the_ridge_regression_of_the_resized_table():
+    """By numpy's lstsq on the rows and, below them, the ridge: 0.1 for each row of the table."""
+    model, resized = FAMILIES["vit"].build(), FAMILIES["vit"].build()
+    patch_model(model, "sincos2d", init="fit", image_size=(48, 64))
+    patch_model(resized, "learned2d", image_size=(48, 64))
+    found, target = (m.vit.embeddings.position_embeddings.detach().double().numpy()[0, 1:] for m in (model, resized))
+    waves = oracles.sincos2d(6, 8, WIDTH, "mae")
+    below = np.sqrt(0.1 * len(waves)) * np.eye(WIDTH)
+    matrix, *_ = np.linalg.lstsq(np.concatenate([waves, below]), np.concatenate([target, 0 * below]), rcond=None)
+    np.testing.assert_allclose(found, waves @ matrix, atol=1e-5)
+
+
 @pytest.mark.parametrize("antialias", [False, True])
 @pytest.mark.parametrize("resize", ["bicubic", "bilinear"])
 @pytest.mark.parametrize("size", OBLONG)

@@ -87,8 +87,7 @@ def find_attention(new: Plan, scheme: Scheme) -> AttentionSite:
     refuse_other_keys(scheme, found)
     _refuse_half(new, scheme, found)
     first = next(iter(found.values()))
-    takes = first in own or is_image(new.anatomy)
-    if not takes and "kwargs" not in inspect.signature(first.forward).parameters:
+    if first not in own and "kwargs" not in inspect.signature(first.forward).parameters and not is_image(new.anatomy):
         raise PosSwapError(f"{scheme.name}: the attention of {kind(model)} takes no further keywords")
     heads = getattr(first, "num_attention_heads", config.num_attention_heads)  # ConvBERT's config counts others too
     groups = getattr(config, "num_key_value_heads", None) or 1
@@ -312,5 +311,4 @@ def rotation_of(new: Plan, scheme: Scheme, site: AttentionSite, length: int) -> 
     )
     built = LlamaRotaryEmbedding(stand_in)
     new.length = change.length
-    interleaved = pairing == "interleaved"
-    return Rotation(built.inv_freq[None], built.attention_scaling, interleaved, change.decay, length // 2)
+    return Rotation(built.inv_freq[None], built.attention_scaling, pairing == "interleaved", change.decay, length // 2)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import PosSwapError
 from ..scheme import Scheme
 from ..sites import EMBED, EmbedChange, EmbedGeometry
 from .sinusoidal import SCALES, UNIT_RMS
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +25,7 @@ class Sincos2d(Scheme):
     convention: `mae` (MAE's, I-JEPA's; columns first), `moco` (MoCo v3's; the same, rows first) or `big_vision` (MAE's
     order, and frequencies that divide by E / 4 - 1). scale: `match` gives the vectors the root mean square of the
     table they replace, `none` leaves them at 0.707. init: `exact`, or `fit`: every vector is multiplied by the matrix
-    (E, E) that best reproduces the table they replace.
+    (E, E) that best reproduces the table they replace, resized as `learned2d` does.
     """
 
     name = "sincos2d"
@@ -61,13 +65,16 @@ class Sincos2d(Scheme):
         if self.init == "fit":
             import torch
 
-            matrix = fit_waves(waves(torch.arange(site.length), grid=site.grid), site.table)
-            return EmbedChange(partial(_mapped, waves=partial(waves, grid=site.new_grid), matrix=matrix), length=length)
+            from . import _tables
+
+            waves = partial(waves, grid=site.new_grid)
+            matrix = fit_waves(waves(torch.arange(length)), _tables.resized_grid(site, "bicubic"))
+            return EmbedChange(partial(_mapped, waves=waves, matrix=matrix), length=length)
         # to six digits: a table that is made of such waves keeps its scale of 1
         scale = round(site.rms() / UNIT_RMS, 6) if self.scale == "match" else 1.0
         return EmbedChange(partial(waves, grid=site.new_grid, scale=scale), length=length)
 
 
-def _mapped(positions, *, waves, matrix):
+def _mapped(positions: Tensor, *, waves: Callable[[Tensor], Tensor], matrix: Tensor) -> Tensor:
     """Waves of positions (...), every vector multiplied by a matrix (E, E): (..., E)."""
     return waves(positions) @ matrix
