@@ -245,7 +245,7 @@ def _replaced_sites(anatomy: Anatomy, record: Record) -> frozenset[str]:
         return resized
     replaced = (scheme.sites & anatomy.sites or anatomy.sites) | resized
     numbers = {EMBED: anatomy.tables, BIAS: anatomy.bias is not None and anatomy.bias.tables, ROTARY: True}
-    return frozenset(site for site in replaced if numbers[site])
+    return frozenset(site for site in replaced if numbers.get(site))
 
 
 def config_before(model: nn.Module, record: Record) -> Any:

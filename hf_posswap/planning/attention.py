@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -167,13 +168,13 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
     modules = [module for stack in site.stacks for module in stack.attentions.values()]
     for config in {id(c): c for c in (getattr(m, "config", new.anatomy.config) for m in modules)}.values():
         attention.check_backend(config._attn_implementation, scheme.name, modules)
-    if scheme.stacks and site.own and new.anatomy.bias is not None:
+    if scheme.stacks and (site.own or is_image(new.anatomy)) and new.anatomy.bias is not None:
         raise PosSwapError(f"{scheme.name} joins what a model has, and {kind(model)} adds its own bias out of reach")
     if scheme.stacks and new.anatomy.turned is not None:
         raise PosSwapError(f"{scheme.name} joins what a model has, and {kind(model)} turns q and k out of reach")
-    length = trained_length(new)
-    rotation = rotation_of(new, scheme, site, length) if ROTARY in sites else None
     grid = tuple(new.measured.get(GRID) or trained_grid(new.anatomy)) if is_image(new.anatomy) else None
+    length = trained_length(new) if grid is None or new.anatomy.tables else math.prod(grid)
+    rotation = rotation_of(new, scheme, site, length) if ROTARY in sites else None
     for stack in site.stacks:
         sight = watch_images(new, scheme, stack.module, modules[0]) if grid is not None else None
         tokens = length if sight is None else length + sight.before + sight.after
