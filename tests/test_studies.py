@@ -118,7 +118,13 @@ def test_table_of_recovery_pairs_the_seeds():
         "| 1.500 [1.500, 1.500] | 1.700 [1.700, 1.700] | 0.500 |"
     )
     assert "| 3.500 [3.000, 4.000] | 1.000 [1.000, 1.000] | 42 % [33 %, 50 %] |" in fit
+    assert recovery.goals(cells, "m").endswith("in every seed: t5 missed (50%).")
+    tried = [*cells, cell("fit", 0, [(0, 3.0), (400, 1.02)]) | {"tried": "more"}]
+    assert recovery.table(tried, "m") == recovery.table(cells, "m")
+    *_, given, more = recovery.tried(tried, ("m", "t5", "fit"), 1.0).splitlines()
+    assert (given, more) == ("| as in the table | 100 | 1.000 | 0.0% |", "| more | 400 | 1.020 | 2.0% |")
     slow = [cell("cold", 0, [(0, 4.0), (100, 2.0)]), cell("fit", 0, [(0, 3.0), (100, 2.5)])]
+    assert recovery.goals(slow, "m").endswith("t5 missed (never there).")
     assert "| not reached |" in recovery.table(slow, "m").splitlines()[-1]
 
 

@@ -7,6 +7,7 @@ per target token.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from .plots import COLOURS, DASHES, MARKERS, require_matplotlib
 
 RECIPES = ("cold", "fit", "distil", "fit + distil")
 SCRATCH, UNPATCHED = "scratch", "unpatched"
+QUARTER, NEAR = 0.25, 0.02  # the goals
 HEADINGS = (
     "swap",
     "recipe",
@@ -51,7 +53,7 @@ def table(cells: Sequence[dict[str, Any]], model: str) -> str:
     """Markdown: a row per scheme and recipe of one model; means over seeds [lowest, highest]; - where not run,
     or where a table ends before.
     """
-    mine = [cell for cell in cells if cell["model"] == model]
+    mine = [cell for cell in cells if cell["model"] == model and not cell.get("tried")]
     lines = [f"| {' | '.join(HEADINGS)} |", "|---|---|" + "---:|" * (len(HEADINGS) - 2)]
     for scheme in dict.fromkeys(cell["scheme"] for cell in mine):
         of_scheme = {(cell["recipe"], cell["seed"]): cell for cell in mine if cell["scheme"] == scheme}
@@ -75,6 +77,37 @@ def table(cells: Sequence[dict[str, Any]], model: str) -> str:
             )
             lines.append(f"| {' | '.join(cells_of_row)} |")
     return "\n".join(lines)
+
+
+def goals(cells: Sequence[dict[str, Any]], model: str) -> str:
+    """Markdown: which fitted swaps need at most a quarter of the cold one's tokens to its final loss."""
+    mine = {(c["scheme"], c["recipe"], c["seed"]): c for c in cells if c["model"] == model and not c.get("tried")}
+    worst: dict[str, float] = {}
+    for (scheme, recipe, seed), cell in mine.items():
+        if recipe == "fit" and (scheme, "cold", seed) in mine:
+            share = share_of_cold(cell, mine[scheme, "cold", seed])
+            worst[scheme] = max(worst.get(scheme, 0.0), math.inf if share is None else share)
+    said = (
+        f"{scheme} {'met' if share <= QUARTER else 'missed'} ({'never there' if share == math.inf else f'{share:.0%}'})"
+        for scheme, share in worst.items()
+    )
+    return f"Goal, fitted: at most {QUARTER:.0%} of the cold swap's tokens to its final loss, in every seed: " + (
+        ", ".join(said) + "." if worst else "not measured."
+    )
+
+
+def tried(cells: Sequence[dict[str, Any]], hardest: tuple[str, str, str], base: float) -> str:
+    """Markdown: how near the swap with a goal of its own comes to the un-patched loss, and what was tried for it."""
+    mine = [c for c in cells if (c["model"], c["scheme"], c["recipe"]) == hardest and c["seed"] == 0]
+    rows = [(c.get("tried") or "as in the table", *c["curve"][-1]) for c in mine]
+    lines = [
+        f"Goal: {hardest[1]}, {hardest[2]}, within {NEAR:.0%} of the loss before the swap, on its share of the tokens.",
+        "",
+        "| trained | tokens | after all of them | above the loss before the swap |",
+        "|---|---:|---:|---:|",
+    ]
+    lines += [f"| {name} | {tokens:,} | {loss:.3f} | {loss / base - 1:.1%} |" for name, tokens, loss in rows]
+    return "\n".join(lines) + "\n"
 
 
 def _losses(cell: dict[str, Any]) -> tuple[float, float, float]:
@@ -104,6 +137,7 @@ def plot_recovery(cells: Sequence[dict[str, Any]], path: str | os.PathLike, base
     require_matplotlib()
     from matplotlib.figure import Figure
 
+    cells = [cell for cell in cells if not cell.get("tried")]
     panels = list(dict.fromkeys((c["model"], c["scheme"]) for c in cells if c["recipe"] in RECIPES))
     columns = min(4, len(panels))
     rows = -(-len(panels) // columns)
