@@ -372,12 +372,12 @@ IMAGE_ROWS = [
     *[
         Row(name, family, params, native=False, undoable=False, recalibrate=True, **flags)
         for name, family, params, flags in (
-            ("rope2d", "vit", {}, {"flex": True}),
-            ("rope2d", "vit", {"kind": "mixed", "pairing": "interleaved"}, {"flex": True}),
+            ("rope2d", "vit", {}, {}),
+            ("rope2d", "vit", {"kind": "mixed", "pairing": "interleaved"}, {}),
             ("rope2d", "deit", {"convention": "xy", "rope_theta": 10000.0}, {}),
             ("rope2d", "dinov2_registers", {"coordinates": "image"}, {}),
             ("rope2d", "dinov2", {"kind": "mixed"}, {}),
-            ("bias2d", "vit", {}, {"flex": True}),
+            ("bias2d", "vit", {}, {}),
             ("bias2d", "deit", {"per_layer": False, "init": "zeros"}, {}),
             ("bias2d", "dinov2_registers", {}, {}),
             ("bias2d", "beit", {}, {}),

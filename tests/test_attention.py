@@ -15,7 +15,7 @@ from hf_posswap.relative import alibi_slopes, exact_parts, spread
 from . import oracles, oracles_bias
 from .conftest import by_id
 from .families import FAMILIES, LENGTH, tokens
-from .rows import ATTENTION_ROWS, Row, logits, moved
+from .rows import ATTENTION_ROWS, IMAGE_ROWS, Row, logits, moved
 from .test_laws import close
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
@@ -213,7 +213,7 @@ def test_what_layers_share_is_computed_once_in_a_forward(scheme, monkeypatch):
 # --- 13 backends
 
 
-@by_id(ATTENTION_ROWS)
+@by_id(ATTENTION_ROWS + IMAGE_ROWS)
 def test_eager_equals_sdpa(row: Row):
     model, inputs = row.patched(), row.inputs()
     model.set_attn_implementation("sdpa")  # the families with an attention of their own start out on eager
