@@ -48,16 +48,33 @@ class Places:
     keys_rotated: bool = False
 
 
+@dataclass
+class Text:
+    """Tokens of the text in the forward that runs, where those of an image follow it and count from 0 again."""
+
+    length: int | None = None
+
+    def restart(self, places: Tensor) -> Tensor:
+        return places if self.length is None else torch.where(places < self.length, places, places - self.length)
+
+
 class Attached(nn.Module):
     """What a scheme puts inside attention: its learned parameters, its constants, and the functions that read them.
 
     Everything is float32 and stays so whatever the model is cast to. Constants are no buffers: they have values on a
-    model that has none yet, and no checkpoint holds them.
+    model that has none yet, and no checkpoint holds them. `text`: what tells where an image's tokens begin, in models
+    whose count begins again there. `joins`: the bias that a model hands to its attention stays, beside this one.
     """
 
-    def __init__(self, change: BiasChange | None = None, rotation: Rotation | None = None) -> None:
+    def __init__(
+        self,
+        change: BiasChange | None = None,
+        rotation: Rotation | None = None,
+        text: Text | None = None,
+        joins: bool = False,
+    ) -> None:
         super().__init__()
-        self.change, self.rotation = change, rotation
+        self.change, self.rotation, self.text, self.joins = change, rotation, text, joins
         self.memo: dict[tuple, Any] | None = None
         self.constants = {} if change is None else dict(change.constants)
         if change is not None:
@@ -98,9 +115,14 @@ class Attached(nn.Module):
     def rotate(self, x: Tensor, first: int | Tensor, is_key: bool) -> Tensor:
         """Queries or keys (B, H, S, D) at the places first, first + 1, ... -> the same shape, rotated."""
         what = "keys" if is_key and self.rotation.decay is not None else "queries"
-        places = Places(first, first)
-        tables = self.once(what, x, 0, places, lambda: self.rotation.tables(x, first, is_key))
+        at = partial(self.places, x.shape[-2], first, x.device)
+        tables = self.once(what, x, 0, Places(first, first), lambda: self.rotation.tables(x, at(), is_key))
         return self.rotation.turn(x, *tables)
+
+    def places(self, count: int, first: int | Tensor, device: torch.device) -> Tensor:
+        """Where `count` tokens stand, (count,)."""
+        places = torch.arange(count, device=device) + first
+        return places if self.text is None else self.text.restart(places)
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
         return {name: t.to(device) for name, t in [*self._parameters.items(), *self.constants.items()]}
@@ -113,10 +135,12 @@ class Attached(nn.Module):
     def dense(self, query: Tensor, key: Tensor, places: Places, positions: Tensor | None) -> Tensor:
         """The additive bias, (1, H, Q, K) or (B, H, Q, K), in the queries' dtype."""
         queries, keys, device = query.shape[2], key.shape[2], query.device
-        if self.change.placed is None:
+        if self.change.placed is None and self.text is None:
             return spread(self.by_distance(query, key, places), queries, keys)[None].to(query.dtype)
-        q = torch.arange(queries, device=device) + places.query
-        k = torch.arange(keys, device=device) + places.key
+        q, k = self.places(queries, places.query, device), self.places(keys, places.key, device)
+        if self.change.placed is None:
+            bias = self.change.bias(self.tensors(device), k - q[:, None])
+            return _of_heads(bias, query)[None].to(query.dtype)
         position = (q[None] if positions is None else positions.to(device))[..., None]
         bias = self.change.placed(self.tensors(device), (k - q[:, None])[None], position)
         return _of_heads(bias.transpose(0, 1), query).transpose(0, 1).to(query.dtype)
@@ -196,6 +220,14 @@ def forget(module: nn.Module, args: tuple, output: Any, *, attached: Attached) -
     attached.memo = None
 
 
+def count_text(module: nn.Module, args: tuple, kwargs: dict, *, names: tuple[str, ...], text: Text) -> tuple:
+    """Before a model that puts an image's tokens behind the text's: how many the text has."""
+    call = given(names, args, kwargs)
+    inputs = call.get("inputs_embeds") if call.get("input_ids") is None else call["input_ids"]
+    text.length = 0 if inputs is None else inputs.shape[1]
+    return args, kwargs
+
+
 def hand_places(
     module: nn.Module, args: tuple, kwargs: dict, *, names: tuple[str, ...], attached: Attached
 ) -> tuple[tuple, dict]:
@@ -267,12 +299,14 @@ def attend(
         query, key, value = attached.extended(query, key, value, scaling)
         output, weights = forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         return output[..., :width].contiguous(), weights  # some models take a view of it
+    own = kwargs.pop("position_bias", None) if attached.joins else None
     kwargs["position_bias"] = None  # the model's own, silenced
-    if backend == "flex_attention" and change.placed is None:
+    if backend == "flex_attention" and change.placed is None and own is None:
         values = attached.once("values", query, key.shape[2], places, lambda: attached.by_distance(query, key, places))
         kwargs["position_bias"] = Diagonals(values, query.shape[2])
         return forward(module, query, key, value, attention_mask, **kwargs)
     bias = attached.once("bias", query, key.shape[2], places, lambda: attached.dense(query, key, places, positions))
+    bias = bias if own is None else bias + own
     if backend == "flex_attention":
         kwargs["position_bias"] = bias.expand(query.shape[0], -1, -1, -1)
         return forward(module, query, key, value, attention_mask, **kwargs)
@@ -310,6 +344,9 @@ def reroute(module: nn.Module, *args: Any, declaration: AttentionDeclaration, na
         if mask.dtype == torch.bool:  # true where hidden
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, torch.finfo(query.dtype).min)
         positions = ((mask == 0).sum(-1)[:, 0] - 1).clamp(min=0)
+    own = None if declaration.bias is None else declaration.bias(module, query, call)
+    if own is not None:
+        mask = own if mask is None else (mask + own).clamp(min=torch.finfo(query.dtype).min)
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, stock(module, "eager"))
     output, weights = attention(
         module,
@@ -322,7 +359,8 @@ def reroute(module: nn.Module, *args: Any, declaration: AttentionDeclaration, na
         position_ids=positions,
         **{PLACES: call[PLACES]},
     )
-    return declaration.finish(module, output.flatten(2), call), weights
+    done = declaration.finish(module, output.flatten(2), call)
+    return (*done, weights) if isinstance(done, tuple) else (done, weights)
 
 
 # for families that compute with the mask before attention sees it: always a tensor (B, 1, Q, K), of numbers to add

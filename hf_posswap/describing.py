@@ -22,9 +22,10 @@ from .quiet import quiet
 from .record import FIT, FOREIGN_ROPE_TYPE, NATIVE, PORTABLE, Record
 from .scheme import Scheme, name_of, scheme_of
 from .serving import Served, serving
-from .sites import BIAS, EMBED, ROTARY, EmbedGeometry, RotaryGeometry
+from .sites import BIAS, EMBED, RELATIVE, ROTARY, SILENCE, SPATIAL, EmbedGeometry, RotaryGeometry
 
 NOTHING = "none"
+PAGE = "page"  # of a document model: no site of an order of words, and shown beside those
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def describe(model: nn.Module) -> Description:
             (anatomy.tables, _describe_tables),
             (anatomy.fixed, _describe_fixed),
             (anatomy.bias is not None, _describe_bias),
+            (anatomy.page is not None, _describe_page),
         )
         if present
         for site in describe_site(anatomy, record)
@@ -192,13 +194,13 @@ def _describe_tables(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDe
 def _describe_fixed(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDescription]:
     for module in anatomy.fixed.values():
         words, mine = _of_stack(anatomy, record, module)
-        has = NOTHING if _silenced(anatomy, mine) else "sinusoidal"
+        has = NOTHING if _silenced(anatomy, mine, EMBED) else "sinusoidal"
         yield SiteDescription(EMBED, "sinusoidal", has, f"{words}computed")
 
 
 def _describe_table(anatomy: Anatomy, table: TableSite, record: Record | None) -> SiteDescription:
     replaced = record is not None and EMBED in scheme_of(record).sites
-    has = NOTHING if _silenced(anatomy, record) else record.scheme if replaced else "learned"
+    has = NOTHING if _silenced(anatomy, record, EMBED) else record.scheme if replaced else "learned"
     state = "trainable" if table.weight.requires_grad else "frozen"
     size = f"{table.grid[0]} x {table.grid[1]} patches" if table.grid else f"{table.length} positions"
     joined = ", concatenated and projected" if replaced and _concatenated(scheme_of(record)) else ""
@@ -214,9 +216,22 @@ def _describe_bias(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDesc
             continue
         seen.add(words)
         had, replaced = anatomy.bias.name, mine is not None and BIAS in scheme_of(mine).sites
-        has = _in_layers(mine, had, NOTHING if _silenced(anatomy, mine) else mine.scheme if replaced else had)
-        own = "" if table is None else f"{table.num_embeddings} buckets"
-        yield SiteDescription(BIAS, had, has, words + ("inside attention" if replaced else own))
+        silent = _silenced(anatomy, mine, BIAS)
+        left = NOTHING if silent else had
+        if replaced:
+            left = mine.scheme if silent or not mine.biases else f"{had} + {mine.scheme}"
+        own = "" if table is None else f"{table.weight.numel() // anatomy.config.num_attention_heads} buckets"
+        detail = "inside attention" if replaced else own
+        yield SiteDescription(BIAS, had, _in_layers(mine, had, left), words + detail)
+
+
+def _describe_page(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDescription]:
+    """What a document model knows of the page: all of it is kept, but for what was asked to be silent."""
+    page = anatomy.page
+    had = "boxes, bias" if page.spatial else "boxes"
+    silent = record is not None and record.biases.get(SPATIAL) == SILENCE
+    biases = f", their bias {'silenced' if silent else 'kept'}" if page.spatial else ""
+    yield SiteDescription(PAGE, had, "boxes" if silent else had, f"coordinates 0 to {page.largest:g} kept{biases}")
 
 
 def _in_layers(record: Record | None, had: str, has: str) -> str:
@@ -243,15 +258,14 @@ def _concatenated(scheme: Scheme) -> bool:
     return getattr(scheme, "combine", "add") == "concat"
 
 
-def _silenced(anatomy: Anatomy, record: Record | None) -> bool:
-    """Whether the model's own sites were silenced, all of them, by a swap that put nothing like them there."""
-    scheme = None if record is None else scheme_of(record)
-    return scheme is not None and not scheme.stacks and not scheme.sites & anatomy.sites
+def _silenced(anatomy: Anatomy, record: Record | None, site: str) -> bool:
+    """Whether a swap silenced what the model had at one of its sites."""
+    return record is not None and site in scheme_of(record).silences(anatomy.sites, record.biases.get(RELATIVE))
 
 
 def _table_is_bypassed(anatomy: Anatomy) -> bool:
     record = record_of(anatomy.model)
-    return _silenced(anatomy, record) and record.storage == PORTABLE
+    return _silenced(anatomy, record, EMBED) and record.storage == PORTABLE
 
 
 def _number(value: Any) -> str:
@@ -259,6 +273,8 @@ def _number(value: Any) -> str:
 
 
 # --- probe
+
+IMAGE_SIDE = 224  # pixels of the images that LayoutLMv2 reads
 
 
 @dataclass(frozen=True)
@@ -336,7 +352,7 @@ class _Subject:
     """A model and a tiny input: hidden states (S, E) after its first layer, and after its last."""
 
     def __init__(self, anatomy: Anatomy) -> None:
-        self.model, self.table = anatomy.model, anatomy.table
+        self.model, self.table, self.page = anatomy.model, anatomy.table, anatomy.page
         self.layer = anatomy.layers()[1][0]
         model = anatomy.model
         if model.config.is_encoder_decoder:
@@ -355,6 +371,15 @@ class _Subject:
         finally:
             handle.remove()
         return seen[0][0], last[0]
+
+    def blank_page(self, ids: Tensor) -> dict[str, Tensor]:
+        """What a document model must be given beside (S,) tokens: one place for all of them, and a white image."""
+        page = self.page
+        if page is None:
+            return {}
+        boxes = torch.zeros(1, len(ids), 4, dtype=torch.long if page.largest > 1 else torch.float, device=ids.device)
+        image = torch.zeros(1, 3, IMAGE_SIDE, IMAGE_SIDE, dtype=self.model.dtype, device=ids.device)
+        return {"bbox": boxes} | ({"image": image} if page.image is not None else {})
 
 
 class _TextSubject(_Subject):
@@ -378,7 +403,8 @@ class _TextSubject(_Subject):
         arguments = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
         if shift is not None:
             arguments["position_ids"] = torch.arange(shift, shift + len(ids), device=ids.device)[None]
-        return self.run(**arguments)
+        first, last = self.run(**arguments, **self.blank_page(ids))
+        return first[: len(ids)], last[: len(ids)]  # an image's tokens stand behind
 
     def order(self) -> float:
         count = len(self.ids) - 1 if self.causal else len(self.ids)
@@ -556,5 +582,5 @@ def _table_faults(anatomy: Anatomy, table: TableSite, record: Record | None) -> 
         expected = scheme.embed(geometry).vectors(torch.arange(len(rows), device=rows.device)).to(rows.dtype)
         if not same(rows, expected):
             yield f"{table.path}: is not the {scheme} table that the record says"
-    if _silenced(anatomy, record) and bool(table.rows.any()):
+    if _silenced(anatomy, record, EMBED) and bool(table.rows.any()):
         yield f"{table.path}: the record says it is silenced, and it is not zero"

@@ -169,7 +169,9 @@ def _draw_decay(variants: list[Scheme]) -> Any:
     decays = [("rope", None), *((str(scheme), scheme.rotary(site).decay) for scheme in variants)]
     for (label, decay), shade in zip(decays, ("0.6", "black"), strict=False):
         rotation = Rotation(plain, decay=decay, centre=LENGTH // 2)
-        query, key = (rotation.turn(same, *rotation.tables(same, 0, is_key))[0, 0] for is_key in (False, True))
+        query, key = (
+            rotation.turn(same, *rotation.tables(same, torch.arange(LENGTH), is_key))[0, 0] for is_key in (False, True)
+        )
         score = (key.flip(0) @ query[-1]) / HEAD_DIM  # by distance from the last query
         x, y = (t.unfold(0, 64, 16).double().mean(1) for t in (torch.arange(LENGTH), score))
         axis.plot(x, y, color=shade, linewidth=1, label=label)

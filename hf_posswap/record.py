@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import PosSwapError, nearest
+from .sites import KEEP, RELATIVE, SILENCE, SPATIAL
 
 KEY = "posswap"
 VERSION = 1  # hf_posswap 0.N is the first to write version N
@@ -23,6 +24,9 @@ FOREIGN_ROPE_TYPE = "hf_posswap"
 # The same where the rotation stays: in a saved config transformers reads this key as the attention backend to use.
 ATTENTION_KEY, FOREIGN_ATTENTION = "attn_implementation", "hf_posswap"
 
+OPTIONAL = frozenset({"stack", "biases"})  # keys that are not written where they say nothing
+DECISIONS = frozenset((bias, decision) for bias in (RELATIVE, SPATIAL) for decision in (KEEP, SILENCE))
+
 
 @dataclass(frozen=True)
 class Record:
@@ -32,7 +36,8 @@ class Record:
     swap, by dotted path (`pairing`, the one that no config holds, beside them). measured: numbers read off the
     model at the swap, needed again at a reload, or told by `describe` (FIT). source: the un-patched model's name.
     layers: indices of the layers that take the scheme, None for all. stack: `encoder` or `decoder` where one takes it,
-    None (not written) for all there is. Written with a digest: a record that was damaged, or edited by hand, describes
+    None (not written) for all there is. biases: what was decided of the model's own, RELATIVE and SPATIAL, where it was
+    (not written where nothing was). Written with a digest: a record that was damaged, or edited by hand, describes
     another model than the one it lies with.
     """
 
@@ -45,12 +50,14 @@ class Record:
     source: str = ""
     layers: list[int] | None = None
     stack: str | None = None
+    biases: dict[str, str] = field(default_factory=dict)
     version: int = VERSION
 
     def to_dict(self) -> dict[str, Any]:
         data = asdict(self)
-        if self.stack is None:
-            del data["stack"]
+        for key in OPTIONAL:
+            if not data[key]:
+                del data[key]
         return data | {DIGEST: digest(data)}
 
     @staticmethod
@@ -68,11 +75,13 @@ class Record:
         for key in data:
             if key not in known:
                 raise PosSwapError(f"{KEY}.{key} in the config is unknown; {nearest(key, known)}")
-        missing = known - data.keys() - {"stack"}
+        missing = known - data.keys() - OPTIONAL
         if missing:
             raise PosSwapError(f"{KEY} in the config lacks {sorted(missing)}")
         types = {"scheme": str, "params": dict, "storage": str, "length": int, "version": int, "source": str}
-        for key, expected in (types | {"original": dict, "measured": dict}).items():
+        for key, expected in (types | {"original": dict, "measured": dict, "biases": dict}).items():
+            if key in OPTIONAL and key not in data:
+                continue
             if not isinstance(data[key], expected) or isinstance(data[key], bool):
                 raise PosSwapError(f"{KEY}.{key}={data[key]!r} in the config is not a {expected.__name__}")
         layers = data["layers"]
@@ -80,6 +89,8 @@ class Record:
             raise PosSwapError(f"{KEY}.layers={layers!r} in the config is not a list of integers")
         if data.get("stack") not in (None, "encoder", "decoder"):
             raise PosSwapError(f"{KEY}.stack={data['stack']!r}; {nearest(data['stack'], ('encoder', 'decoder'))}")
+        if any((key, value) not in DECISIONS for key, value in data.get("biases", {}).items()):
+            raise PosSwapError(f"{KEY}.biases={data['biases']!r} in the config is not understood")
         if data["storage"] not in (NATIVE, PORTABLE):
             raise PosSwapError(f"{KEY}.storage={data['storage']!r}; {nearest(data['storage'], (NATIVE, PORTABLE))}")
         given = data[DIGEST]

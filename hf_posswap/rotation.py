@@ -27,12 +27,11 @@ class Rotation:
     def move(self, to: Callable[[Tensor], Tensor]) -> Rotation:
         return Rotation(to(self.frequencies), self.scale, self.interleaved, self.decay, self.centre)
 
-    def tables(self, x: Tensor, first: int | Tensor, is_key: bool) -> tuple[Tensor, Tensor]:
-        """What `turn` needs for the places first, first + 1, ... of x (B, H, S, D): cos and sin (S, R), in its dtype.
+    def tables(self, x: Tensor, places: Tensor, is_key: bool) -> tuple[Tensor, Tensor]:
+        """What `turn` needs for the places (S,) of x (B, H, S, D): cos and sin (S, R), in its dtype.
 
         The first of the two dimensions of a pair has its sine negative.
         """
-        places = torch.arange(x.shape[-2], device=x.device) + first
         angle = places[:, None].float() * self.frequencies.to(x.device)
         cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
         if self.decay is not None:

@@ -23,6 +23,8 @@ EMBED = "embed"  # a vector added to the token embedding
 ROTARY = "rotary"  # a rotation of q and k before their dot product
 BIAS = "bias"  # a term on the attention logits
 SITES = (EMBED, ROTARY, BIAS)
+RELATIVE, SPATIAL = "relative", "spatial"  # biases that a model has: by distance in tokens, and on a page
+KEEP, SILENCE = "keep", "silence"  # what can be decided of them
 
 
 @dataclass(frozen=True)

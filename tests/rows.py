@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from hf_posswap import RecalibrationWarning, patch_model
 
-from .families import FAMILIES, LENGTH, Family, pixels, tokens
+from .families import FAMILIES, LENGTH, Family, pixels, tokens, with_page
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,13 @@ class Row:
         """Inputs on which the effect shows; of the new size, on image models."""
         if self.anatomy.vision:
             return {"pixel_values": pixels(self.params.get("image_size", 32))}
-        return {"input_ids": tokens(batch, self.length)}
+        return with_page(getattr(transformers, self.anatomy.model), {"input_ids": tokens(batch, self.length)})
 
 
 def logits(model: torch.nn.Module, **inputs: Any) -> torch.Tensor:
+    inside = getattr(model, "_orig_mod", model)  # of a compiled one
     with torch.no_grad():
-        return model(**inputs).logits
+        return model(**with_page(inside, inputs)).logits
 
 
 def moved(model: torch.nn.Module) -> torch.nn.Module:
@@ -166,6 +167,8 @@ CATALOGUE_ROWS = [
     Row("linear", "modernbert", {"factor": 4, "layer_types": ("sliding_attention",)}),
 ]
 ROTARY_ROWS += CATALOGUE_ROWS
+DOCUMENTS = ("layoutlm", "layoutlmv2", "layoutlmv3", "lilt", "bros")
+KEPT_ROWS = ("layoutlmv2",)  # its image tokens read the silenced table, and are given a copy
 TABLES = ("bert", "electra", "distilbert", "roberta", "xlm_roberta", "camembert", "mpnet", "gpt2", "opt")
 SILENT_ROWS = [
     Row("nope", "llama", recalibrate=True),
@@ -176,6 +179,8 @@ SILENT_ROWS = [
     *[Row("nope", family, undoable=False, recalibrate=True) for family in (*TABLES, "vit", "t5_encoder")],
     *[Row("nope", family, native=False, recalibrate=True) for family in ("bloom", "mpt", "falcon_alibi")],
     Row("nope", "falcon", recalibrate=True),
+    *[Row("nope", name, native=name not in KEPT_ROWS, undoable=False, recalibrate=True) for name in DOCUMENTS],
+    Row("nope", "layoutlmv3", {"spatial_bias": "silence"}, undoable=False, recalibrate=True),
     Row("nope", "phi3", native=False, recalibrate=True),  # its config holds no silence
 ]
 ADDED_ROWS = [
@@ -212,6 +217,19 @@ MORE_TABLE_ROWS = [
     ],
     Row("learned", "vit", {"image_size": 48}, undoable=False),
     Row("learned", "vit", {"image_size": (48, 64), "init": "tile"}, undoable=False),
+]
+DOCUMENT_ROWS = [
+    *[
+        row
+        for family in DOCUMENTS
+        for row in (
+            Row("learned", family, {"max_positions": 80, "init": "tile"}, **RESIZED),
+            Row("sinusoidal", family, {"max_positions": 80}, recalibrate=True, **RESIZED),
+        )
+    ],
+    Row("learned", "lilt", {"factor": 3}, **RESIZED),
+    Row("learned", "layoutlmv3", {"target_length": 80, "relative_bias": "silence"}, recalibrate=True, **RESIZED),
+    Row("sinusoidal", "bros", {"spatial_bias": "silence", "max_positions": 80}, recalibrate=True, **RESIZED),
 ]
 UNPATCHED = ("", {})
 CONCAT = {"combine": "concat"}
@@ -299,6 +317,16 @@ ATTENTION_ROWS = [
     *in_attention("alibi, t5, kerple, fire, sandwich, xpos, rope", "falcon_alibi"),
     *in_attention("alibi, t5, kerple, fire, sandwich, xpos, logn", "falcon"),
     *in_attention(f"alibi, t5, t5 per layer, kerple, sandwich, {EVERY_ROTATION}", "t5_encoder"),
+    *[row for family in DOCUMENTS for row in in_attention("alibi learnable, t5 per layer, rope, yarn", family)],
+    *[
+        Row(name, family, IN_ATTENTION[name] | keep, native=False, undoable=False, recalibrate=True)
+        for name, family, keep in (
+            ("rope", "layoutlmv2", {"relative_bias": "keep"}),
+            ("alibi", "layoutlmv3", {"relative_bias": "keep", "spatial_bias": "silence"}),
+            ("t5", "mpnet", {"relative_bias": "keep"}),
+            ("rope", "t5_encoder", {"relative_bias": "keep"}),
+        )
+    ],
 ]
 SOME = {"native": False, "recalibrate": True}
 LAYER_ROWS = [
@@ -318,6 +346,6 @@ LAYER_ROWS = [
     Row("dynamic", "llama", {"factor": 4}, layers=(1,), native=False, **SWITCHING[1]),
 ]
 ROWS = ROTARY_ROWS + SILENT_ROWS + ADDED_ROWS + TABLE_ROWS + MORE_TABLE_ROWS + CONCAT_ROWS + ATTENTION_ROWS
-ROWS += LAYER_ROWS
+ROWS += LAYER_ROWS + DOCUMENT_ROWS
 CAUSAL_ROWS = [row for row in ROWS if row.anatomy.causal]
 TEXT_ROWS = [row for row in ROWS if not row.anatomy.vision]

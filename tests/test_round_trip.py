@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,7 @@ def folder_name(row: Row) -> str:
 def saved(tmp_path_factory) -> Path:
     """Every row patched, what it added moved as by training, saved with its logits, then loaded by fresh processes."""
     root = tmp_path_factory.mktemp("checkpoints")
+    shutil.copy(Path(__file__).with_name("detectron.py"), root / "before.py")
     for row in ROWS:
         model, inputs = moved(row.patched()), row.inputs()
         folder = root / folder_name(row)

@@ -22,6 +22,10 @@ def _dropout(module):
     return module.dropout.p
 
 
+def _bias(module, query, call):
+    return call.get("position_bias")
+
+
 def _causal(module):
     return False
 
@@ -30,6 +34,7 @@ ATTENTION = AttentionDeclaration(
     holds=frozenset({"q", "k", "v", "o", "attention_head_size"}),
     project=_project,
     finish=_finish,
+    bias=_bias,
     scaling=_scaling,
     dropout=_dropout,
     causal=_causal,

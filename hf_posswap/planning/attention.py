@@ -17,7 +17,7 @@ from ..errors import PosSwapError
 from ..record import PORTABLE
 from ..rotation import Rotation
 from ..scheme import Scheme
-from ..sites import BIAS, ROTARY, BiasChange, BiasGeometry, RotaryGeometry
+from ..sites import BIAS, KEEP, RELATIVE, ROTARY, BiasChange, BiasGeometry, RotaryGeometry
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -80,7 +80,7 @@ def find_attention(new: Plan, scheme: Scheme) -> AttentionSite:
         )
     refuse_other_keys(scheme, found)
     first = next(iter(found.values()))
-    if "kwargs" not in inspect.signature(first.forward).parameters:
+    if first not in own and "kwargs" not in inspect.signature(first.forward).parameters:
         raise PosSwapError(f"{scheme.name}: the attention of {kind(model)} takes no further keywords")
     heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1
     if heads % groups:
@@ -148,16 +148,17 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
         raise PosSwapError(f"{scheme.name} joins what a model has, and {kind(model)} adds its own bias out of reach")
     length = trained_length(new)
     rotation = rotation_of(new, scheme, site, length) if ROTARY in sites else None
+    text = _count_text(new)
     for stack in site.stacks:
         change = scheme.bias(BiasGeometry(site.heads, length, stack.causal)) if BIAS in sites else None
-        _attach(new, stack, change, rotation)
+        _attach(new, stack, change, rotation, text)
         if change is not None and change.absolute and not site.own:
             _tell_positions(new, stack, scheme)
     for module in modules:
         if module in site.own:
             _reroute(new, module, site.own[module])
     if not scheme.stacks:
-        new.edits += [_unlimited(table) for table in new.anatomy.tables]
+        new.edits += [edit for table in new.anatomy.tables for edit in _unlimited(new, table)]
     own = f"{attention.PREFIX}{attention.DENSE}{new.anatomy.config._attn_implementation}" if site.own else None
     new.edits.append(attention.Route(modules, site.stacks[0].path, own))
     for path, module in model.named_modules():
@@ -172,9 +173,22 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
     new.length = new.length or length
 
 
-def _attach(new: Plan, stack: Stack, change: BiasChange | None, rotation: Rotation | None) -> None:
+def _count_text(new: Plan) -> attention.Text | None:
+    """What is told, before every forward, how many tokens stand before an image's; None where these count on."""
+    page = new.anatomy.page
+    if page is None or not page.restarts:
+        return None
+    text, names = attention.Text(), tuple(inspect.signature(page.reader.forward).parameters)
+    new.edits.append(Hook(page.reader, partial(attention.count_text, names=names, text=text), kind(page.reader)))
+    return text
+
+
+def _attach(
+    new: Plan, stack: Stack, change: BiasChange | None, rotation: Rotation | None, text: attention.Text | None
+) -> None:
     """Edits that attach a change and a rotation to every attention module of a stack, and tell it their places."""
-    common = attention.Attached(change, rotation)
+    joins = keeps_bias(new)
+    common = attention.Attached(change, rotation, text, joins)
     if change is None or change.shared:
         new.edits.append(Replace(stack.module, "posswap", common, stack.path))
         new.edits.append(Hook(stack.module, partial(attention.remember, attached=common), stack.path))
@@ -182,7 +196,7 @@ def _attach(new: Plan, stack: Stack, change: BiasChange | None, rotation: Rotati
     for path, module in stack.attentions.items():
         attached = common
         if change is not None and not change.shared:
-            attached = attention.Attached(change, rotation)
+            attached = attention.Attached(change, rotation, text, joins)
             new.edits.append(Replace(module, "posswap", attached, path))
         attached.to(next(module.parameters()).device)
         names = tuple(inspect.signature(module.forward).parameters)
@@ -212,14 +226,23 @@ def _reroute(new: Plan, module: nn.Module, declaration: AttentionDeclaration) ->
         new.replace(stack, name, value)
 
 
-def _unlimited(table: TableSite) -> Hook | Replace:
+def keeps_bias(new: Plan) -> bool:
+    """Whether a bias that the model hands to its attention stays: one on the page, or one in tokens that is kept."""
+    anatomy = new.anatomy
+    return bool(anatomy.page and anatomy.page.spatial) or anatomy.biases.get(RELATIVE) == KEEP
+
+
+def _unlimited(new: Plan, table: TableSite) -> list[Hook | Replace]:
     """A silenced table holds nobody back: what is installed inside attention has no last position."""
-    where = table.path.rpartition(".")[0]
+    reader, caller = getattr(table.owner, table.attribute), new.anatomy.caller(table)
+    names = tuple(inspect.signature(caller.forward).parameters)
+    silent = Replace(reader, "forward", partial(parts.no_vectors, reader), table.path)
     if "position_ids" not in table.buffers:
-        reader = getattr(table.owner, table.attribute)
-        return Replace(reader, "forward", partial(parts.no_vectors, reader), table.path)
-    names = tuple(inspect.signature(table.owner.forward).parameters)
-    return Hook(table.owner, partial(parts.without_positions, names=names, argument="position_ids"), where)
+        return [silent]
+    if caller is not table.owner:  # it reads the table and the buffer by itself, and needs the numbers elsewhere too
+        return [silent, Hook(caller, partial(parts.number_tokens, names=names), kind(caller))]
+    where = table.path.rpartition(".")[0]
+    return [Hook(caller, partial(parts.without_positions, names=names, argument="position_ids"), where)]
 
 
 def trained_length(new: Plan) -> int:

@@ -15,7 +15,11 @@ def limit_edits(model: Any, config: Any, length: int, tokenizer: Any, processor:
     if tokenizer is not None:
         check_tokenizer(tokenizer, model)
         edits.append(Replace(tokenizer, "model_max_length", length, "tokenizer"))
-    if processor is not None:
+    texts = getattr(processor, "tokenizer", None)
+    if texts is not None and getattr(model, "main_input_name", None) != "pixel_values":
+        check_tokenizer(texts, model)
+        edits.append(Replace(texts, "model_max_length", length, "processor.tokenizer"))
+    elif processor is not None:
         size = getattr(config, "image_size", None)
         if size is None:
             raise PosSwapError(f"processor={kind(processor)} was given for a model without images; give tokenizer=")

@@ -100,6 +100,7 @@ class Plan:
             source=published(self.source),
             layers=None if self.layers is None else list(self.layers),
             stack=self.anatomy.stack,
+            biases=dict(self.anatomy.biases),
         )
 
     def __str__(self) -> str:

@@ -83,8 +83,8 @@ def install_table(new: Plan, scheme: Scheme) -> None:
 
 def _fill_table(new: Plan, scheme: Scheme, table: TableSite) -> None:
     change = scheme.embed(embed_geometry(new, table))
-    if change.projection is not None and new.anatomy.model.config.is_encoder_decoder:
-        raise PosSwapError(f"{scheme.name}: combine='concat' is for models of one stack")
+    if change.projection is not None and len(new.anatomy.tables) > 1:
+        raise PosSwapError(f"{scheme.name}: combine='concat' is for models of one table of positions")
     if change.length != table.length and new.anatomy.stack is not None:
         raise PosSwapError(
             f"{scheme.name}: stack={new.anatomy.stack!r}: one config key says the length of both tables; leave stack "
@@ -97,8 +97,9 @@ def _fill_table(new: Plan, scheme: Scheme, table: TableSite) -> None:
         )
     positions = torch.arange(change.length, device=table.weight.device)
     vectors = change.vectors(positions)
-    _write_table(new, table, torch.cat([table.rows[: table.reserved].to(vectors), vectors]), scheme.trainable)
-    _resize_around(new, table, change)
+    written = torch.cat([table.rows[: table.reserved].to(vectors), vectors])
+    _write_table(new, table, written, scheme.trainable)
+    _resize_around(new, table, change, written)
     if change.projection is not None:
         added = _concatenate(new, scheme, change)
         reader = getattr(table.owner, table.attribute)
@@ -108,6 +109,7 @@ def _fill_table(new: Plan, scheme: Scheme, table: TableSite) -> None:
 
 def silence_table(new: Plan, scheme: Scheme) -> None:
     """Zero rows; where there are none, a module that computes its vectors returns zeros."""
+    keep_image(new)
     for table in new.anatomy.tables:
         _write_table(new, table, torch.zeros_like(table.rows), trainable=False)
         new.length = table.length
@@ -117,6 +119,19 @@ def silence_table(new: Plan, scheme: Scheme) -> None:
         new.effective = True
         new.guard()
         new.storage = PORTABLE
+
+
+def keep_image(new: Plan) -> None:
+    """Image tokens that read the rows to be silenced get them from a copy."""
+    page = new.anatomy.page
+    if page is None or page.image is None:
+        return
+    module, table = new.anatomy.model.get_submodule(page.image), new.anatomy.table
+    kept = parts.KeptRows(table.rows[table.reserved :][: page.patches])
+    new.edits.append(Replace(module, KEY, kept, page.image))
+    new.edits.append(Hook(module, partial(parts.add_rows, kept=kept), page.image, after=True))
+    new.guard()
+    new.storage = PORTABLE
 
 
 def _write_table(new: Plan, table: TableSite, rows: Tensor, trainable: bool) -> None:
@@ -131,7 +146,7 @@ def _write_table(new: Plan, table: TableSite, rows: Tensor, trainable: bool) -> 
         new.replace(holder, "num_embeddings", len(rows), table.path)
 
 
-def _resize_around(new: Plan, table: TableSite, change: EmbedChange) -> None:
+def _resize_around(new: Plan, table: TableSite, change: EmbedChange, written: Tensor) -> None:
     """Everything that has the table's length: index buffers, the config, the patch grid, the length check."""
     new.length = change.length
     rows = change.length + table.reserved
@@ -148,9 +163,13 @@ def _resize_around(new: Plan, table: TableSite, change: EmbedChange) -> None:
     if table.grid is not None:
         return
     new.set_config("max_position_embeddings", rows if table.counted else change.length)
-    names = tuple(inspect.signature(table.owner.forward).parameters)
+    page = new.anatomy.page
+    if page is not None and page.image is not None and not same(table.rows[: page.patches], written[: page.patches]):
+        new.notes.append(f"the {page.patches} image tokens read the first rows of this table, which change too")
+    caller = new.anatomy.caller(table)
+    names = tuple(inspect.signature(caller.forward).parameters)
     check = partial(parts.refuse_longer, names=names, limit=change.length)
-    new.edits.append(Hook(table.owner, check, owner_path))
+    new.edits.append(Hook(caller, check, owner_path if caller is table.owner else kind(caller)))
 
 
 def _resize_masks(new: Plan, table: TableSite, rows: int) -> None:
