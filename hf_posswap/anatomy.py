@@ -169,14 +169,15 @@ class AttentionDeclaration:
     """A family whose attention does not call transformers' attention interface, in terms of its own modules.
 
     `holds`: attributes by which an attention module of the family is known. `project(module, call)`: query
-        (B, H, S, D), key and value (B, H', S, D) from the arguments of a call of its forward, by name.
-        `finish(module, output, call)`: what the forward makes of the attention output (B, S, H D), a tuple where that is
-        several things. `bias(module, query, call)`: what the model itself adds to the logits, None or of a shape that
-        broadcasts to (B, H, S, S). `scaling(module)` multiplies the logits; `dropout(module)` is its probability;
-        `groups(module)`: H / H', 1 where None; `cache`: the argument that is the cache, if there is one. `causal(module)`:
-        keys never follow queries. `alibi`: whether each layer adds it by itself, or the key of the config that says whether
-        the stack adds it for all. `off`: what the attributes of that stack are without it. `does`: every name that the
-        forward of a module uses, where others hold the same attributes and compute otherwise; None: not looked at.
+    (B, H, S, D), key and value (B, H', S, D) from the arguments of a call of its forward, by name.
+    `finish(module, output, call)`: what the forward makes of the attention output (B, S, H D), a tuple where that
+    is several things. `bias(module, query, call)`: what the model itself adds to the logits, None or of a shape that
+    broadcasts to (B, H, S, S). `scaling(module)` multiplies the logits; `dropout(module)` is its probability;
+    `groups(module)`: H / H', 1 where None; `cache`: the argument that is the cache, if there is one.
+    `causal(module)`: keys never follow queries. `alibi`: whether each layer adds it by itself, or the key of the
+    config that says whether the stack adds it for all. `off`: what the attributes of that stack are without it.
+    `does`: every name that the forward of a module uses, where others hold the same attributes and compute otherwise;
+    None: not looked at.
     """
 
     holds: frozenset[str]

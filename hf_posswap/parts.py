@@ -166,7 +166,8 @@ def refuse_boxes(
     if len(wrong):
         at = tuple(wrong[0].tolist())
         reason = "has x1 < x0 or y1 < y0" if inside[at] else f"is not on the page, which is 0 to {largest:g} both ways"
-        raise PosSwapError(f"bbox[{', '.join(map(str, at))}]={boxes[at].tolist()} {reason}; give (x0, y0, x1, y1)")
+        box = ", ".join(f"{value:g}" for value in boxes[at].tolist())
+        raise PosSwapError(f"bbox[{', '.join(map(str, at))}]=({box}) {reason}; give (x0, y0, x1, y1)")
     return args, kwargs
 
 

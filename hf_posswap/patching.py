@@ -61,7 +61,7 @@ def patch_model(
         tokenizer, processor: their limits (tokens, pixels) are updated with the model's.
         dry_run: return the Plan, which prints itself, and change nothing.
         stack: of an encoder-decoder model, the `encoder` or the `decoder` alone; both where None or `both`.
-        relative_bias: `keep` or `silence` a learned bias per distance in tokens (of T5, MPNet, LayoutLMv2 and v3, UDOP);
+        relative_bias: `keep` or `silence` a learned bias per distance in tokens (T5, MPNet, LayoutLMv2 and v3, UDOP);
             None: as the scheme says, which leaves it alone where it replaces something else like for like, and
             silences it otherwise.
         spatial_bias: `keep` (also None) or `silence` a document model's bias of distances on the page.

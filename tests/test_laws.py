@@ -269,7 +269,7 @@ def test_other_models_never_notice(row: Row):
 # --- 10 precision
 
 
-NOT_OF_TEXT = ("visual", "bbox_sinusoid_emb")  # of images, and of boxes, which no swap touches
+NOT_OF_TEXT = {"visual", "bbox_sinusoid_emb"}  # of images, and of boxes, which no swap touches
 
 
 # Falcon builds a rotary module also where it has ALiBi, and reads it never
