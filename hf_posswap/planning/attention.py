@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -110,7 +111,9 @@ def is_causal(module: nn.Module, declaration: AttentionDeclaration | None) -> bo
     """Whether a module's queries see no keys that follow; declaration: of a family with an attention of its own."""
     if declaration is not None:
         return declaration.causal(module)
-    return all(getattr(owner, "is_causal", True) for owner in (module, getattr(module, "config", module)))
+    said = [owner.is_causal for owner in (module, getattr(module, "config", module)) if hasattr(owner, "is_causal")]
+    # LayoutLM, MarkupLM, Splinter say nothing; their files know of no causal mask
+    return all(said) if said else hasattr(sys.modules[type(module).__module__], "create_causal_mask")
 
 
 def _stacks(new: Plan, found: dict[str, nn.Module], own: dict[nn.Module, AttentionDeclaration]) -> list[Stack]:
