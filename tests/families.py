@@ -281,17 +281,17 @@ def pixels(size: int | tuple[int, int], seed: int = 0) -> torch.Tensor:
 FRACTIONS = ("bros", "udop")  # model types whose boxes are parts of the page, not thousandths
 
 
-def with_page(
-    model: transformers.PreTrainedModel | type, inputs: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Inputs with what a document model is given beside tokens (B, S): boxes that follow from the ids, and an image."""
+def with_page(model: transformers.PreTrainedModel | type, inputs: Mapping[str, torch.Tensor], side: int = 32) -> dict:
+    """Inputs with what a document model is given beside tokens (B, S): boxes that follow from the ids, and an image of
+    `side` pixels both ways.
+    """
     names = inspect.signature(model.forward).parameters
     if "bbox" not in names or "input_ids" not in inputs:
         return dict(inputs)
     ids = inputs["input_ids"]
     boxes = torch.stack([ids * 7, ids * 5, ids * 8 + 100, ids * 6 + 40], dim=-1)
     boxes = boxes / 1000 if model.config_class.model_type in FRACTIONS else boxes
-    image = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(3)).expand(len(ids), -1, -1, -1)
+    image = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(3)).expand(len(ids), -1, -1, -1)
     pictures = {name: image.contiguous() for name in ("image", "pixel_values") if name in names}
     return {"bbox": boxes} | pictures | dict(inputs)
 
