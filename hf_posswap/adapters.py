@@ -15,7 +15,6 @@ from .patching import patch_model, record_of
 from .record import KEY, Record
 from .scheme import scheme_of
 
-ADAPTER_CONFIG = "adapter_config.json"
 OF_ONE_REPOSITORY = ("revision", "subfolder")  # arguments that say nothing of where the base is
 
 

@@ -104,10 +104,12 @@ def replacing_folder(path: str | os.PathLike, keep: Callable[[str], bool] = lamb
     try:
         yield temporary
         if path.exists():
-            dropped = [name for name in os.listdir(path) if not keep(name)]
-            ignore = lambda folder, names: dropped if Path(folder) == path else []  # noqa: E731
-            shutil.copytree(path, temporary, symlinks=True, ignore=ignore, copy_function=_link, dirs_exist_ok=True)
-            _trade_names(temporary, path)
+
+            def dropped(folder: str, names: list[str]) -> list[str]:
+                return [name for name in names if not keep(name)] if Path(folder) == path else []
+
+            shutil.copytree(path, temporary, symlinks=True, ignore=dropped, copy_function=_link, dirs_exist_ok=True)
+            trade_names(temporary, path)
         else:
             os.rename(temporary, path)
     finally:
@@ -123,7 +125,7 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _trade_names(new: Path, old: Path) -> None:
+def trade_names(new: Path, old: Path) -> None:
     """Two folders take each other's name: at once on Linux, elsewhere with a moment in which `old` is not there."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2

@@ -23,6 +23,10 @@ class PatchArguments:
     layers: list[int] | None = field(
         default=None, metadata={"help": "Indices of the layers that take the scheme; the others keep their positions."}
     )
+    fit: list[str] | None = field(
+        default=None,
+        metadata={"help": "Text files: the scheme's parameters are chosen so that the model changes least on them."},
+    )
     dry_run: bool = field(default=False, metadata={"help": "Print what would be changed, and stop."})
 
 
@@ -52,10 +56,11 @@ def main() -> None:
     except OSError as error:
         raise PosSwapError(f"--model={arguments.model!r} cannot be loaded: {str(error).splitlines()[0]}") from error
     tokenizer = load_tokenizer(arguments.model)
+    given = {"tokenizer": tokenizer, "layers": arguments.layers, "fit": read(arguments.fit)}
     if arguments.dry_run:
-        print(patch_model(model, scheme, tokenizer=tokenizer, layers=arguments.layers, dry_run=True))
+        print(patch_model(model, scheme, **given, dry_run=True))
         return
-    patch_model(model, scheme, tokenizer=tokenizer, layers=arguments.layers)
+    patch_model(model, scheme, **given)
     print(describe(model))
     found = probe(model)
     print(found)
@@ -70,6 +75,14 @@ def main() -> None:
         for_transformers_4(arguments.output_dir)
     write_card(arguments.output_dir)
     print(f"written  {arguments.output_dir}")
+
+
+def read(files: list[str] | None) -> list[str] | None:
+    """The texts of files; None where none is given."""
+    try:
+        return None if files is None else [Path(file).read_text(encoding="utf-8") for file in files]
+    except (OSError, UnicodeDecodeError) as error:
+        raise PosSwapError(f"--fit={files} cannot be read: {error}") from error
 
 
 def load_tokenizer(folder: str):

@@ -278,18 +278,9 @@ class Subject:
 
     def calibration(self, seed: int) -> list[Any]:
         """FIT_TOKENS of training text, in batches."""
-        import torch
+        from hf_posswap.training.data import calibration
 
-        rows = self.blocks(self.training(Cell(self.name, "", "", seed), "", 1))
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
-        chosen = order[: FIT_TOKENS // self.length].tolist()
-        return list(torch.stack([torch.from_numpy(rows[i][0]) for i in chosen]).split(8))
-
-    def blocks(self, arguments: Any) -> Any:
-        from hf_posswap.training.data import read_documents, tokenize
-        from hf_posswap.training.packing import Blocks
-
-        return Blocks(tokenize(read_documents(arguments), self.tokenizer), arguments.block_size)
+        return calibration(self.training(Cell(self.name, "", "", seed), "", 1), self.tokenizer, self.length, FIT_TOKENS)
 
     def training(self, cell: Cell, folder: str, steps: int) -> Any:
         from hf_posswap.evaluation.recovery import SCRATCH
@@ -335,8 +326,12 @@ class Subject:
         """At the trained length, all tokens."""
         return self._loss(model, *self.windows(self.length, self.length - 1))
 
-    def loss_at(self, model: Any, length: int) -> float:
-        """Of the last half of the trained length, with more and more text before it."""
+    def loss_at(self, model: Any, length: int) -> float | None:
+        """Of the last half of the trained length, with more and more text before it; None beyond a table's end."""
+        from hf_posswap.evaluation.subjects import accepted_length
+
+        if length > (accepted_length(model) or length):
+            return None
         return self._loss(model, *self.windows(length, self.length // 2))
 
     def _loss(self, model: Any, ids: Any, labels: Any) -> float:

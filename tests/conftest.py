@@ -51,7 +51,20 @@ def first_of_each_scheme(rows):
     return pytest.mark.parametrize("row", marked, ids=lambda row: row.id)
 
 
-# --- what the tests of training start from
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A folder with a tiny LLaMA and a byte tokenizer, as scripts/demo.py makes them."""
+    import demo
+
+    folder = tmp_path / "model"
+    tokenizer = demo.byte_tokenizer()
+    tokenizer.model_max_length = 64
+    tokenizer.save_pretrained(folder)
+    demo.tiny_llama(demo.DemoArguments(length=64, width=32), len(tokenizer)).save_pretrained(folder)
+    return folder
+
+
+# --- what the tests of training and evaluation start from
 
 
 @pytest.fixture

@@ -107,6 +107,12 @@ def run(*command: object, expect: int = 0, **environment: str) -> subprocess.Com
     return done
 
 
+def call(script: str, *arguments: object, env: dict | None = None, **options) -> subprocess.CompletedProcess:
+    """A script as a user meets it; how it ended is the caller's to judge."""
+    command = [sys.executable, ROOT / "scripts" / script, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | (env or {}), **options)
+
+
 def losses(log: TrainingLog) -> list[float]:
     return [entry["loss"] for entry in log.entries]
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import re
 import sys
+import sysconfig
 from pathlib import Path
 
+import demo
 import pytest
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, ViTImageProcessor
 
 from hf_posswap import PosSwapError, patch_model
 from hf_posswap.evaluation import Work, compare_causal, measure, write_report
@@ -16,11 +21,8 @@ from hf_posswap.evaluation.prompts import Strict, Yarn
 from hf_posswap.evaluation.report import table
 
 from .families import FAMILIES, pixels, tokens
-from .test_encoders import bert, tokenizer  # noqa: F401
-from .test_scripts import ROOT, call, checkpoint  # noqa: F401
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import demo
+from .small import ROOT, call, run
+from .test_encoders import bert
 
 DOCUMENTS = [*tokens(2, 300)]
 BYTES = {"vocab_size": 258, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
@@ -127,10 +129,10 @@ def test_an_evaluator_is_one_of_the_models():
 
 
 @pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
-def test_encoders_are_compared_beside_their_base(tokenizer, tmp_path):  # noqa: F811
+def test_encoders_are_compared_beside_their_base(bert_tokenizer, tmp_path):
     swapped = lambda: patch_model(bert(64), "learned", max_positions=96, init="tile")  # noqa: E731
     entries = [Entry("base", lambda: bert(64)), Entry("learned", swapped, "base")]
-    made = compare_encoders(entries, DOCUMENTS, [16, 96], tokenizer, targets=3)
+    made = compare_encoders(entries, DOCUMENTS, [16, 96], bert_tokenizer, targets=3)
     assert [[point["length"] for point in one["points"]] for one in made["series"]] == [[16, 64], [16, 64, 96]]
     assert made["short"]["delta"] == pytest.approx(0, abs=1e-6)  # tiled: the first 64 rows are the same
     assert made["short"]["vector"] == pytest.approx(0, abs=1e-6)
@@ -160,7 +162,7 @@ def texts(tmp_path: Path) -> Path:
     return tmp_path / "texts"
 
 
-def test_the_script_compares_schemes_and_resumes(checkpoint: Path, texts: Path, tmp_path: Path):  # noqa: F811
+def test_the_script_compares_schemes_and_resumes(checkpoint: Path, texts: Path, tmp_path: Path):
     arguments = ["--model", checkpoint, "--scheme", "yarn", "--scheme", "linear", "--factor", 2, "--lengths", 128]
     arguments += ["--stride", 32, "--eval_dir", texts, "--output_dir", tmp_path / "out", "--device", "cpu"]
     out = tmp_path / "out"
@@ -173,6 +175,45 @@ def test_the_script_compares_schemes_and_resumes(checkpoint: Path, texts: Path, 
     made = json.loads((out / "evaluation.json").read_text())
     assert [one["name"] for one in made["series"]] == ["base", "yarn(factor=2)", "linear(factor=2)"]
     assert {"evaluation.md", "evaluation.png", "evaluation_curve.png"} <= {path.name for path in out.iterdir()}
+
+
+def test_the_script_finds_the_same_on_two_processes(checkpoint: Path, texts: Path, tmp_path: Path):
+    arguments = ["--model", checkpoint, "--scheme", "yarn", "--factor", 4, "--lengths", 128, "--stride", 32]
+    arguments += ["--eval_dir", texts, "--curve", 2, "--diagnostics", 1, "--retrieval", "passkey"]
+    arguments += ["--retrieval_lengths", 500, "--retrieval_samples", 1, "--output_dir"]
+    script = ROOT / "scripts" / "evaluate.py"
+    two = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", 2]
+    run(sys.executable, script, *arguments, tmp_path / "one", ACCELERATE_USE_CPU="true")
+    run(*two, "--main_process_port", 0, script, *arguments, tmp_path / "two", ACCELERATE_USE_CPU="true")
+    one, two = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("one", "two"))
+    assert (one["settings"]["processes"], two["settings"]["processes"]) == (1, 2)
+    assert list(one["measures"]) == ["curve", "passkey_strict", "diagnostics"]
+    for found in (one, two):
+        for part in (found, *found["measures"].values()):
+            for line in part["series"]:
+                del line["seconds"]
+    assert one["series"] == two["series"]
+    assert one["measures"] == two["measures"]
+
+
+def test_the_script_measures_images_on_a_checkpoint(tmp_path: Path):
+    model = FAMILIES["vit"].build()
+    size = {"height": 32, "width": 32}
+    processor = ViTImageProcessor(size=size)
+    for folder, one in (("base", model), ("resized", patch_model(FAMILIES["vit"].build(), "learned", image_size=64))):
+        one.save_pretrained(tmp_path / folder)
+        processor.save_pretrained(tmp_path / folder)
+    (tmp_path / "pictures").mkdir()
+    for i, picture in enumerate(pixels(40)):
+        levels = (picture.clamp(-1, 1) * 127 + 128).byte().permute(1, 2, 0).numpy()
+        Image.fromarray(levels).save(tmp_path / "pictures" / f"{i}.png")
+    arguments = ["--model", tmp_path / "resized", "--base", tmp_path / "base", "--image_dir", tmp_path / "pictures"]
+    done = call("evaluate.py", *arguments, "--lengths", 48, 64, "--output_dir", tmp_path / "out", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    made = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert [[point["length"] for point in one["points"]] for one in made["series"]] == [[32, 48, 64]] * 2
+    assert made["series"][0]["points"][0]["shift"] == pytest.approx(0, abs=1e-9)
+    assert "Feature shift" in (tmp_path / "out" / "evaluation.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -188,7 +229,7 @@ def test_the_script_compares_schemes_and_resumes(checkpoint: Path, texts: Path, 
         (["--lengths", "128", "--beta_fast", "3", "--scheme", "linear"], "beta_fast=3.0 is a parameter of none of"),
     ],
 )
-def test_script_mistakes_stop_it_with_one_line(arguments, says, checkpoint, texts, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_script_mistakes_stop_it_with_one_line(arguments, says, checkpoint, texts, tmp_path, capsys, monkeypatch):
     import evaluate
 
     where = ["--eval_dir", str(texts), "--output_dir", str(tmp_path / "out"), "--device", "cpu", "--factor", "2"]
@@ -208,29 +249,40 @@ def harness():
     return pytest.importorskip("lm_eval")
 
 
+@pytest.fixture(scope="module")
+def words(tmp_path_factory) -> Path:
+    """A folder with a tokenizer of the usual kind: RULER sizes two of its tasks by steps of several words."""
+    folder = tmp_path_factory.mktemp("words")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=8000, special_tokens=["<eos>"], initial_alphabet=letters)
+    backend.train(sorted(map(str, Path(sysconfig.get_path("stdlib")).glob("*.py"))), trainer)
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.long  # lm-eval makes 500 prompts, however few are asked
-def test_ruler_runs_on_the_model_in_memory(harness, checkpoint: Path):  # noqa: F811
+@pytest.mark.parametrize(
+    "task", ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe"]
+)
+def test_ruler_runs_on_the_model_in_memory(task, harness, words: Path):
     pytest.importorskip("wonderwords")
-    from hf_posswap import from_pretrained
     from hf_posswap.evaluation.tasks import Tasks
 
-    tokenizer = demo.byte_tokenizer()  # noqa: F811
-    settings = {"tokenizer": tokenizer, "tokenizer_name": str(checkpoint), "lengths": [1024], "limit": 2}
-    tasks = Tasks(names=["niah_single_1"], max_length=1024, **settings)
-    model = patch_model(from_pretrained(checkpoint), "yarn", factor=16)
-    (point,) = tasks.measure(model, name="yarn")["points"]
-    assert (point["task"], point["length"], point["metric"], point["requests"]) == (
-        "niah_single_1",
-        1024,
-        "accuracy",
-        2,
-    )
-    assert 900 < point["shortest_request"] <= point["longest_request"] <= 1024
-    with pytest.raises(PosSwapError, match=r"a request takes \d+ tokens with its answer, and max_length=900 would cut"):
-        Tasks(names=["niah_single_1"], max_length=900, **settings).measure(model, name="yarn")
+    tokenizer = AutoTokenizer.from_pretrained(words)
+    settings = {"tokenizer": tokenizer, "tokenizer_name": str(words), "lengths": [4096], "limit": 2}
+    model = patch_model(FAMILIES["llama"].build(vocab_size=len(tokenizer)), "yarn", factor=128)
+    (point,) = Tasks(names=[task], max_length=4096, **settings).measure(model, name="yarn")["points"]
+    assert (point["task"], point["length"], point["metric"], point["requests"]) == (task, 4096, "accuracy", 2)
+    assert 0 <= point["value"] <= 1
+    assert 2048 < point["shortest_request"] <= point["longest_request"] <= 4096
+    cut = point["longest_request"] - 1
+    with pytest.raises(PosSwapError, match=rf"a request takes \d+ tokens with its answer, and max_length={cut} would"):
+        Tasks(names=[task], max_length=cut, **settings).measure(model, name="yarn")
 
 
-def test_a_task_that_is_unknown_or_none_is_refused(harness, checkpoint: Path):  # noqa: F811
+def test_a_task_that_is_unknown_or_none_is_refused(harness, checkpoint: Path):
     from hf_posswap.evaluation.tasks import Tasks
 
     settings = {"tokenizer": demo.byte_tokenizer(), "tokenizer_name": str(checkpoint), "max_length": 512}

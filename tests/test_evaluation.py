@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -347,6 +348,16 @@ def test_accepted_length_is_that_of_the_table():
     assert accepted_length(bloom()) is None
     gptj = GPTJForCausalLM(GPTJConfig(vocab_size=9, n_positions=40, n_embd=32, n_layer=1, n_head=2, rotary_dim=8))
     assert accepted_length(gptj) == 40  # rotary, but from a table of fixed size
+
+
+@pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
+@pytest.mark.parametrize(("scheme", "limit"), [("alibi", None), ("rope", None), ("logn", 48), ("nope", 48)])
+def test_a_table_that_attention_has_replaced_is_no_limit(scheme, limit):
+    model = patch_model(gpt2(48), scheme)
+    assert accepted_length(model) == limit
+    longer = torch.arange(60)[None] % 9
+    with nullcontext() if limit is None else pytest.raises((PosSwapError, IndexError)):
+        model(longer)
 
 
 def test_a_failed_write_leaves_the_old_report(documents, tmp_path, monkeypatch):

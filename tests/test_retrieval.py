@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 import re
-import sys
-from pathlib import Path
 
+import demo
 import pytest
 import torch
 
@@ -16,9 +15,6 @@ from hf_posswap.evaluation.prompts import ASSOCIATIONS, FILLER, NAMES, TASKS, Pr
 from hf_posswap.evaluation.retrieval import greedy, passkey_context
 
 from .families import FAMILIES, tokens
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-import demo
 
 LENGTH = 700
 

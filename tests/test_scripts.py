@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -12,34 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from hf_posswap import from_pretrained, patch_model
 
 from .families import FAMILIES, tokens
 from .rows import logits
+from .small import ROOT, call
 
-ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted(path.name for path in (ROOT / "scripts").glob("*.py"))
-sys.path.insert(0, str(ROOT / "scripts"))
-
-
-def call(script: str, *arguments: object, env: dict | None = None, **options) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / "scripts" / script, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | (env or {}), **options)
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    """A tiny LLaMA with a byte tokenizer, on disk."""
-    import demo
-
-    folder = tmp_path / "model"
-    arguments = demo.DemoArguments(length=64, width=32)
-    tokenizer = demo.byte_tokenizer()
-    tokenizer.model_max_length = 64
-    tokenizer.save_pretrained(folder)
-    demo.tiny_llama(arguments, len(tokenizer)).save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -111,6 +91,22 @@ def test_patch_then_push_dry_run(checkpoint: Path, tmp_path: Path):
         assert part in push.stdout
     assert "hf_secret" not in push.stdout + push.stderr
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+@pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
+def test_patch_fits_a_scheme_to_a_text(checkpoint: Path, tmp_path: Path):
+    (tmp_path / "text.txt").write_text("a text that says where its words are, " * 20)
+    flags = ("--model", checkpoint, "--scheme", "t5", "--output_dir", tmp_path / "t5", "--fit")
+    done = call("patch.py", *flags, tmp_path / "text.txt")
+    assert done.returncode == 0, done.stderr
+    assert "explains" in done.stdout
+    text = (tmp_path / "text.txt").read_text()
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    same = patch_model(from_pretrained(checkpoint), "t5", fit=[text], tokenizer=tokenizer)
+    assert torch.equal(*(logits(model, input_ids=tokens(2, 24)) for model in (from_pretrained(tmp_path / "t5"), same)))
+    missing = call("patch.py", *flags[:-2], tmp_path / "other", "--fit", tmp_path / "none.txt")
+    assert missing.returncode == 2
+    assert "cannot be read" in missing.stderr
 
 
 def test_patch_writes_the_keys_of_transformers_4(checkpoint: Path, tmp_path: Path):

@@ -7,19 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import demo
+import fixed_or_learned
+import longrope_study
 import pytest
+import recovery_study
 
 from hf_posswap import PosSwapError
 from hf_posswap.evaluation import recovery
 
-from .test_scripts import ROOT, call, checkpoint  # noqa: F401
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import demo
-import fixed_or_learned
-import longrope_study
-import recovery_study
+from .small import ROOT, call
 
 
 def test_the_demos_text_does_not_depend_on_the_process():
@@ -77,7 +74,7 @@ def test_fixed_or_learned_trains_every_scheme_and_its_table_is_what_it_measured(
     assert len({one["loss"]["32"] for one in results["models"]}) == len(fixed_or_learned.SCHEMES)
 
 
-def test_dilution_of_a_checkpoint(checkpoint: Path, tmp_path: Path):  # noqa: F811
+def test_dilution_of_a_checkpoint(checkpoint: Path, tmp_path: Path):
     (tmp_path / "text.txt").write_text("a few words of no importance, " * 20)
     flags = ["--model", checkpoint, "--eval_file", tmp_path / "text.txt", "--output_dir", tmp_path, "--factor"]
     done = call("dilution.py", *flags, 2)

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_posswap import PosSwapError, from_pretrained, patch_model
+from hf_posswap import PosSwapError, describe, from_pretrained, patch_model
 from hf_posswap.card import card
+from hf_posswap.scheme import make_scheme
 from hf_posswap.training.loop import finetune, load
 from hf_posswap.training.trained import position_parameters
 
@@ -161,3 +162,36 @@ def test_the_card_says_how_it_was_trained(arguments, tokenizer):
     assert f"| first rows | {log.start['unpatched']:.4f} before the swap" in text
     assert f"| peak memory | {log.peak_memory_gib:.2f} GiB in a process |" in text
     assert 0.05 < log.peak_memory_gib < 64
+
+
+def test_a_scheme_is_fitted_to_the_training_text(arguments, texts, tokenizer, tmp_path):
+    llama().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    asked = replace(arguments, model=str(tmp_path / "base"), fit_tokens=3 * BLOCK, max_steps=1)
+    scheme = make_scheme("t5", {"per_layer": True})
+    model, _ = load(asked, scheme)
+    rows = [tokenizer(path.read_text())["input_ids"] + [256] for path in sorted(texts.glob("*.py"))]
+    ids = torch.tensor([i for row in rows if len(row) > 5 for i in row])
+    drawn = torch.randperm(len(ids) // BLOCK, generator=torch.Generator().manual_seed(asked.seed))[:3]
+    same = patch_model(llama(), scheme, fit=[torch.stack([ids[i * BLOCK : (i + 1) * BLOCK] for i in drawn])])
+    assert describe(model).fit == describe(same).fit
+    assert describe(model).fit.tokens == 3 * BLOCK
+    for name, value in position_parameters(same).items():
+        assert torch.equal(model.get_parameter(name), value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "scheme", "says"),
+    [
+        ({"fit_tokens": BLOCK - 1}, "t5", r"fit_tokens=31: rows have 32 tokens, and the text fills \d+ of them"),
+        ({"fit_tokens": 10**9}, "t5", r"give a number from 32 to \d+"),
+        ({"fit_tokens": BLOCK}, "nope", "fit= was given, and nope has no parameters"),
+        ({"fit_tokens": BLOCK}, None, "fit_tokens=32 was given without --scheme"),
+    ],
+)
+def test_a_fit_that_cannot_be(changes, scheme, says, arguments, tokenizer, tmp_path):
+    llama().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    asked = replace(arguments, model=str(tmp_path / "base"), **changes)
+    with pytest.raises(PosSwapError, match=says):
+        load(asked, None if scheme is None else make_scheme(scheme, {}))

@@ -760,6 +760,12 @@ def test_rows_may_be_longer_than_a_rotary_models_config_and_as_long_as_a_table(a
     finetune(longer, tokenizer, replace(exact, output_dir=arguments.output_dir + "-3", block_size=64))
 
 
+@pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
+def test_rows_may_be_longer_than_a_table_that_a_swap_has_silenced(arguments, bert_tokenizer):
+    log = finetune(patch_model(bert(), "alibi"), bert_tokenizer, replace(arguments, block_size=3 * BLOCK, max_steps=1))
+    assert log.block_size == 3 * BLOCK
+
+
 # --- the script
 
 

@@ -134,7 +134,6 @@ def test_strict_lengths_share_their_rows():
 
 def tiny_demo():
     """The architecture of the demo's model; untrained weights take the same time."""
-    sys.path.insert(0, str(ROOT / "scripts"))
     import demo
 
     return demo.tiny_llama(demo.DemoArguments(), 258).eval()

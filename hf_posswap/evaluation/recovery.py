@@ -48,7 +48,9 @@ def share_of_cold(cell: dict[str, Any], cold: dict[str, Any]) -> float | None:
 
 
 def table(cells: Sequence[dict[str, Any]], model: str) -> str:
-    """Markdown: a row per scheme and recipe of one model; means over seeds [lowest, highest]; - where not run."""
+    """Markdown: a row per scheme and recipe of one model; means over seeds [lowest, highest]; - where not run,
+    or where a table ends before.
+    """
     mine = [cell for cell in cells if cell["model"] == model]
     lines = [f"| {' | '.join(HEADINGS)} |", "|---|---|" + "---:|" * (len(HEADINGS) - 2)]
     for scheme in dict.fromkeys(cell["scheme"] for cell in mine):
@@ -76,7 +78,7 @@ def table(cells: Sequence[dict[str, Any]], model: str) -> str:
 
 
 def _losses(cell: dict[str, Any]) -> tuple[float, float, float]:
-    """The loss at the end of the curve, and at twice and four times the trained length."""
+    """The loss at the end of the curve, and at twice and four times the trained length, None where it cannot be."""
     return cell["curve"][-1][1], *[cell["lengths"][length] for length in sorted(cell["lengths"], key=int)[1:]]
 
 
@@ -86,8 +88,8 @@ def _shares(shares: Sequence[float | None]) -> str:
     return "not reached" if None in shares else _figure([100 * share for share in shares], "{:.0f} %")
 
 
-def _figure(values: Sequence[float], form: str = "{:.3f}") -> str:
-    if not values:
+def _figure(values: Sequence[float | None], form: str = "{:.3f}") -> str:
+    if not values or None in values:
         return "-"
     low, high = form.format(min(values)), form.format(max(values))
     mean = form.format(sum(values) / len(values))

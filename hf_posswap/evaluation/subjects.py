@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ..anatomy import find_rotary, find_table, kind, text_config
+from ..attention import ATTRIBUTE
 from ..errors import PosSwapError
 from ..patching import record_of
 from ..planning.attention import VARYING
 from ..planning.rotary import unscaled
 from ..record import published
-from ..scheme import name_of
+from ..scheme import name_of, scheme_of
 
 CAUSAL, MASKED, ENCODER, IMAGE = "causal", "masked", "encoder", "image"
 
@@ -64,12 +65,20 @@ def accepted_length(model: nn.Module) -> int | None:
     A table of positions is a limit, a rotation and ALiBi are not; a model that keeps its positions in a way not
     known here is held to the length that its config states.
     """
-    table = find_table(model)
-    if table is not None:
-        return table.length
+    if find_table(model) is not None:
+        return table_limit(model)
     if find_rotary(model) is not None or getattr(text_config(model), "alibi", False):
         return None
     return _stated_length(model)
+
+
+def table_limit(model: nn.Module) -> int | None:
+    """Positions of a model's table; None where it has none, or where a swap inside attention has silenced it."""
+    table, record = find_table(model), record_of(model)
+    inside = any(ATTRIBUTE in vars(module) for module in model.modules())
+    if table is None or (inside and not scheme_of(record).stacks):
+        return None
+    return table.length
 
 
 def trained_length(base: nn.Module) -> int:

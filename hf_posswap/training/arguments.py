@@ -29,6 +29,13 @@ class FinetuneArguments:
     layers: list[int] | None = field(
         default=None, metadata=_help("Indices of the layers that take --scheme; the others keep their positions.")
     )
+    fit_tokens: int = field(
+        default=0,
+        metadata=_help(
+            "Choose the parameters of --scheme from so many tokens of the training text, before it is installed, so",
+            "that the model changes least; 0: the scheme's own.",
+        ),
+    )
     dtype: Literal["float32", "bfloat16", "auto"] = field(
         default="float32",
         metadata=_help(
@@ -189,7 +196,7 @@ class FinetuneArguments:
             "lora_alpha",
         ):
             self._check(name, at_least=1)
-        for name in ("warmup_steps", "weight_decay", "max_grad_norm", "seed", "save_steps"):
+        for name in ("warmup_steps", "weight_decay", "max_grad_norm", "seed", "save_steps", "fit_tokens"):
             self._check(name, at_least=0)
         for name in ("adam_beta1", "adam_beta2"):
             self._check(name, at_least=0, below=1)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import PosSwapError
+from ..runs import trade_names
 from .arguments import FinetuneArguments
 from .log import TrainingLog
 from .trained import Trained
@@ -93,18 +94,18 @@ def save_base(
 @contextmanager
 def _whole(accelerator: Accelerator, target: Path) -> Iterator[Path]:
     """A folder to write to; it takes the place of `target` when the block ends without an error."""
-    partial, outdated = (target.with_name(f".{target.name}.{state}") for state in ("partial", "outdated"))
+    partial = target.with_name(f".{target.name}.partial")
     if accelerator.is_main_process:
-        for leftover in (partial, outdated):
-            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     accelerator.wait_for_everyone()
     yield partial
     if accelerator.is_main_process:
         if target.exists():  # written by a run that this one took up before it
-            os.rename(target, outdated)
-        os.rename(partial, target)
-        shutil.rmtree(outdated, ignore_errors=True)
+            trade_names(partial, target)
+            shutil.rmtree(partial)
+        else:
+            os.rename(partial, target)
     accelerator.wait_for_everyone()
 
 

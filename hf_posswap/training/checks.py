@@ -15,9 +15,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
-from ..anatomy import find_table, kind
+from ..anatomy import kind
 from ..attention import ATTRIBUTE
 from ..errors import PosSwapError
+from ..evaluation.subjects import table_limit
 from ..patching import record_of
 from ..scheme import name_of
 from .arguments import SHORTEST_BLOCK, FinetuneArguments
@@ -58,13 +59,13 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, 
 
 
 def check_length(model: PreTrainedModel, arguments: FinetuneArguments) -> None:
-    """Raise PosSwapError for positions beyond the model's table; rotary models have no end."""
+    """Raise PosSwapError for positions beyond the model's table; what turns or biases attention has no end."""
     name = "block_size" if arguments.pose_length is None else "pose_length"
-    table, length = find_table(model), getattr(arguments, name)
-    if table is not None and length > table.length:
+    limit, length = table_limit(model), getattr(arguments, name)
+    if limit is not None and length > limit:
         raise PosSwapError(
-            f"{name}={length} is longer than the {table.length} positions of {kind(model)}; the greatest is "
-            f"{table.length}, or make room with --scheme learned --max_positions {length}"
+            f"{name}={length} is longer than the {limit} positions of {kind(model)}; the greatest is "
+            f"{limit}, or make room with --scheme learned --max_positions {length}"
         )
 
 

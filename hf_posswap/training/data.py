@@ -81,6 +81,23 @@ def pack(tokenized: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: Fine
     return WholeDocuments(tokenized, arguments.block_size, pad)
 
 
+def calibration(
+    arguments: FinetuneArguments, tokenizer: PreTrainedTokenizerBase, length: int, tokens: int
+) -> list[Tensor]:
+    """Training text for `patch_model(fit=...)`: rows of `length` tokens, drawn by the seed, in batches of 8 at most.
+
+    Raises PosSwapError where `tokens` fill no row, or the text has fewer.
+    """
+    rows, wanted = Blocks(tokenize(read_documents(arguments), tokenizer), length), tokens // length
+    if not 0 < wanted <= len(rows):
+        raise PosSwapError(
+            f"fit_tokens={tokens}: rows have {length} tokens, and the text fills {len(rows)} of them; give a number "
+            f"from {length} to {len(rows) * length}"
+        )
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(arguments.seed))
+    return list(torch.stack([torch.from_numpy(rows[i][0]) for i in order[:wanted].tolist()]).split(8))
+
+
 @dataclass(frozen=True)
 class Batches:
     """The batches of every step: a function of the seed and the step, so that a resumed run needs no bookkeeping.

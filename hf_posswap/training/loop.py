@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, LoggerType, set_seed
@@ -28,6 +28,7 @@ from transformers import AutoTokenizer, SchedulerType, get_scheduler
 from ..anatomy import kind
 from ..checkpoint import from_pretrained
 from ..errors import PosSwapError, nearest
+from ..evaluation.subjects import trained_length
 from ..patching import carries, patch_model, record_of
 from ..record import KEY
 from ..runs import check_processes, peak_memory
@@ -51,7 +52,7 @@ from .checks import (
     check_tokenizer,
     find_objective,
 )
-from .data import Batches, pack, read_documents, tokenize
+from .data import Batches, calibration, pack, read_documents, tokenize
 from .distil import Distillation, Teacher, make_teacher
 from .guard import check_start
 from .log import FILE as LOG
@@ -79,11 +80,16 @@ def load(arguments: FinetuneArguments, scheme: Scheme | None = None) -> tuple[Pr
     except OSError as error:
         raise PosSwapError(f"model={str(folder)!r} cannot be loaded: {error}") from error
     if scheme is None:
-        if arguments.layers is not None:
-            raise PosSwapError(f"layers={arguments.layers} was given without --scheme")
+        for name in ("layers", "fit_tokens"):
+            if getattr(arguments, name):
+                raise PosSwapError(f"{name}={getattr(arguments, name)} was given without --scheme")
         return model, tokenizer
     if checkpoint is None:
-        return patch_model(model, scheme, tokenizer=tokenizer, layers=arguments.layers), tokenizer
+        fit = None
+        if arguments.fit_tokens:
+            with PartialState().local_main_process_first():  # the others find the tokens in datasets' cache
+                fit = calibration(arguments, tokenizer, trained_length(model), arguments.fit_tokens)
+        return patch_model(model, scheme, tokenizer=tokenizer, layers=arguments.layers, fit=fit), tokenizer
     if not carries(model, scheme, arguments.layers):
         record = record_of(model)
         carried, asked = None if record is None else name_of(record), named(scheme, arguments.layers)
