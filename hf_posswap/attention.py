@@ -50,12 +50,24 @@ class Places:
 
 @dataclass
 class Text:
-    """Tokens of the text in the forward that runs, where those of an image follow it and count from 0 again."""
+    """The text in the forward that runs, S tokens, where those of an image follow it and count from 0 again.
 
+    `positions`: what the caller says of its tokens, (B, S), less the `first` position id of the family.
+    """
+
+    first: int = 0
     length: int | None = None
+    positions: Tensor | None = None
 
-    def restart(self, places: Tensor) -> Tensor:
-        return places if self.length is None else torch.where(places < self.length, places, places - self.length)
+    def places(self, count: int, device: torch.device) -> Tensor:
+        """Where `count` tokens stand, (count,), or (B, count) where that is said row by row."""
+        places = torch.arange(count, device=device)
+        if self.length is None:
+            return places
+        if self.positions is None:
+            return torch.where(places < self.length, places, places - self.length)
+        image = places[: count - self.length].expand(len(self.positions), -1)
+        return torch.cat([self.positions.to(device), image], dim=-1)
 
 
 class Attached(nn.Module):
@@ -120,9 +132,8 @@ class Attached(nn.Module):
         return self.rotation.turn(x, *tables)
 
     def places(self, count: int, first: int | Tensor, device: torch.device) -> Tensor:
-        """Where `count` tokens stand, (count,)."""
-        places = torch.arange(count, device=device) + first
-        return places if self.text is None else self.text.restart(places)
+        """Where `count` tokens stand: (count,), or (B, count) by what a caller says of a text before an image."""
+        return torch.arange(count, device=device) + first if self.text is None else self.text.places(count, device)
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
         return {name: t.to(device) for name, t in [*self._parameters.items(), *self.constants.items()]}
@@ -139,8 +150,9 @@ class Attached(nn.Module):
             return spread(self.by_distance(query, key, places), queries, keys)[None].to(query.dtype)
         q, k = self.places(queries, places.query, device), self.places(keys, places.key, device)
         if self.change.placed is None:
-            bias = self.change.bias(self.tensors(device), k - q[:, None])
-            return _of_heads(bias, query)[None].to(query.dtype)
+            q, k = (places.reshape(-1, places.shape[-1]) for places in (q, k))
+            bias = self.change.bias(self.tensors(device), k[:, None] - q[..., None])
+            return _of_heads(bias, query).transpose(0, 1).to(query.dtype)
         position = (q[None] if positions is None else positions.to(device))[..., None]
         bias = self.change.placed(self.tensors(device), (k - q[:, None])[None], position)
         return _of_heads(bias.transpose(0, 1), query).transpose(0, 1).to(query.dtype)
@@ -225,6 +237,8 @@ def count_text(module: nn.Module, args: tuple, kwargs: dict, *, names: tuple[str
     call = given(names, args, kwargs)
     inputs = call.get("inputs_embeds") if call.get("input_ids") is None else call["input_ids"]
     text.length = 0 if inputs is None else inputs.shape[1]
+    positions = call.get("position_ids")
+    text.positions = None if positions is None else positions - text.first
     return args, kwargs
 
 

@@ -28,11 +28,11 @@ class Rotation:
         return Rotation(to(self.frequencies), self.scale, self.interleaved, self.decay, self.centre)
 
     def tables(self, x: Tensor, places: Tensor, is_key: bool) -> tuple[Tensor, Tensor]:
-        """What `turn` needs for the places (S,) of x (B, H, S, D): cos and sin (S, R), in its dtype.
-
-        The first of the two dimensions of a pair has its sine negative.
+        """What `turn` needs for the places (S,) or (B, S) of x (B, H, S, D): cos and sin (S, R) or (B, 1, S, R), in its
+        dtype. The first of the two dimensions of a pair has its sine negative.
         """
-        angle = places[:, None].float() * self.frequencies.to(x.device)
+        places = places if places.dim() == 1 else places[:, None]
+        angle = places[..., None].float() * self.frequencies.to(x.device)
         cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
         if self.decay is not None:
             size = self._decay(places - self.centre, is_key)
@@ -52,5 +52,5 @@ class Rotation:
         """zeta_i^(n / decay) on queries and its inverse on keys (xPos, eq. 14): (S, R/2)."""
         half = self.frequencies.shape[-1]
         zeta = (torch.arange(half, device=places.device) / half + 0.4) / 1.4
-        power = places[:, None].float() / self.decay
+        power = places[..., None].float() / self.decay
         return zeta ** (-power if is_key else power)

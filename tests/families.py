@@ -246,7 +246,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "layoutlm": _document("LayoutLM", {}),
     "layoutlmv2": _document(
-        "LayoutLMv2", TABLES_OF_COORDINATES | {"image_feature_pool_shape": [2, 3, 8]}, pads=("right",)
+        "LayoutLMv2",
+        TABLES_OF_COORDINATES | {"image_feature_pool_shape": [2, 3, 8]},
     ),
     "layoutlmv3": _document(
         "LayoutLMv3",

@@ -181,7 +181,9 @@ def _count_text(new: Plan) -> attention.Text | None:
     page = new.anatomy.page
     if page is None or not page.restarts:
         return None
-    text, names = attention.Text(), tuple(inspect.signature(page.reader.forward).parameters)
+    table = new.anatomy.table
+    text = attention.Text(table.reserved if table is not None and table.counted else 0)
+    names = tuple(inspect.signature(page.reader.forward).parameters)
     new.edits.append(Hook(page.reader, partial(attention.count_text, names=names, text=text), kind(page.reader)))
     return text
 
