@@ -54,6 +54,7 @@ class Family:
     causal: tokens see only what precedes them. positions: the forward takes position_ids. first: the position id
     of a first token. packs: position_ids that start again separate documents. layers_key: the layer count's key.
     pads: the sides on which a padded row stays as it is; image tokens count from the first token, padding or not.
+    fused: this transformers lets it choose sdpa.
     beside: settings of a config that nests the text stack's as `text_config`.
     """
 
@@ -65,6 +66,7 @@ class Family:
     first: int = 0
     packs: bool = False
     pads: tuple[str, ...] = ("left", "right")
+    fused: bool = True
     layers_key: str = "num_hidden_layers"
     vision: bool = False
     beside: dict | None = None
@@ -244,7 +246,7 @@ FAMILIES: dict[str, Family] = {
         positions=False,
         layers_key="num_layers",
     ),
-    "layoutlm": _document("LayoutLM", {}),
+    "layoutlm": _document("LayoutLM", {}, fused=transformers.LayoutLMModel._supports_sdpa),
     "layoutlmv2": _document(
         "LayoutLMv2",
         TABLES_OF_COORDINATES | {"image_feature_pool_shape": [2, 3, 8]},
