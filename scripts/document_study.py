@@ -28,7 +28,6 @@ IGNORED = -100
 LONG = {"max_positions": EXTENDED}
 ROUTES = {
     "learned, tile": ("learned", LONG | {"init": "tile"}),
-    "learned, fit": ("learned", LONG | {"init": "fit"}),
     "sinusoidal, fit": ("sinusoidal", LONG | {"init": "fit"}),
     "rope": ("rope", {}),
     "alibi": ("alibi", {}),
@@ -39,9 +38,9 @@ ROUTES = {
 class Arguments:
     output_dir: str = field(metadata={"help": "Folder for results.json, table.md and page.png."})
     work_dir: str = field(default="runs/documents", metadata={"help": "Folder of the models that are trained."})
-    steps: int = field(default=1000, metadata={"help": "Steps of training on pages of up to 512 words."})
-    more_steps: int = field(default=30, metadata={"help": "Steps of fine-tuning on longer pages, after a swap."})
-    pages: int = field(default=20, metadata={"help": "Long pages that are measured."})
+    steps: int = field(default=800, metadata={"help": "Steps of training on pages of up to 512 words."})
+    more_steps: int = field(default=20, metadata={"help": "Steps of fine-tuning on longer pages, after a swap."})
+    pages: int = field(default=10, metadata={"help": "Long pages that are measured."})
     seed: int = field(default=0, metadata={"help": "Of the models and the pages."})
 
 
