@@ -285,3 +285,22 @@ def test_warns_where_a_bias_is_taken_from_a_model_that_is_only_extended():
         patch_model(build("layoutlmv3"), "learned", max_positions=80, init="tile")
         with pytest.raises(RecalibrationWarning):
             patch_model(build("layoutlmv3"), "learned", max_positions=80, init="tile", relative_bias="silence")
+
+
+def test_what_replaces_positions_is_fitted_on_pages():
+    """Words whose vectors turn with their place: what positions add follows from distances, and T5 can learn it."""
+
+    def turning() -> transformers.PreTrainedModel:
+        model = build("layoutlm")
+        places = torch.arange(LENGTH)[:, None] * 0.5 ** torch.arange(32)
+        model.layoutlm.embeddings.position_embeddings.weight.data = torch.cat([places.sin(), places.cos()], -1)
+        return model
+
+    batches = [page(turning(), LENGTH)]
+    original = read(turning())
+    cold = patch_model(turning(), "t5", per_layer=True)
+    fitted = patch_model(turning(), "t5", per_layer=True, fit=batches)
+    assert describe(fitted).fit.tokens == batches[0]["attention_mask"].sum()
+    assert (read(fitted) - original).square().mean() < (read(cold) - original).square().mean()
+    with pytest.raises(PosSwapError, match="fit=.*pixel_values.*not understood"):
+        patch_model(turning(), "t5", fit=[batches[0] | {"pixel_values": torch.zeros(2, 3, 8, 8)}])
