@@ -38,9 +38,9 @@ ROUTES = {
 class Arguments:
     output_dir: str = field(metadata={"help": "Folder for results.json, table.md and page.png."})
     work_dir: str = field(default="runs/documents", metadata={"help": "Folder of the models that are trained."})
-    steps: int = field(default=800, metadata={"help": "Steps of training on pages of up to 512 words."})
-    more_steps: int = field(default=20, metadata={"help": "Steps of fine-tuning on longer pages, after a swap."})
-    pages: int = field(default=10, metadata={"help": "Long pages that are measured."})
+    steps: int = field(default=600, metadata={"help": "Steps of training on pages of up to 512 words."})
+    more_steps: int = field(default=16, metadata={"help": "Steps of fine-tuning on longer pages, after a swap."})
+    pages: int = field(default=8, metadata={"help": "Long pages that are measured."})
     seed: int = field(default=0, metadata={"help": "Of the models and the pages."})
 
 
@@ -152,9 +152,11 @@ class Batches:
         return self.steps
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Pages of one batch are of one size: three batches in four are of small ones."""
+        """Pages of one batch are of one size, three batches in four of small ones; most come again in the next batch,
+        which steadies the steps.
+        """
         small = int(self.kind == "short" and index % 4 > 0)
-        first = self.seed + index * self.size
+        first = self.seed + index * self.size // 4
         pages = [PAGES[self.kind](self.task, 4 * (first + i) + small) for i in range(self.size)]
         inputs = inputs_of(pages)
         return inputs | targets_of(pages, inputs["input_ids"].shape[1])
@@ -197,7 +199,9 @@ def train(model: Any, batches: Batches, learning_rate: float) -> Any:
         max_steps=len(batches),
         per_device_train_batch_size=1,
         learning_rate=learning_rate,
-        warmup_steps=len(batches) // 10,
+        warmup_steps=len(batches) // 12,
+        weight_decay=0.01,
+        train_sampling_strategy="sequential",
         save_strategy="no",
         logging_strategy="no",
         report_to=[],
