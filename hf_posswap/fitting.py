@@ -201,9 +201,7 @@ class Rows:
                 )
             chosen = lengths == length
             if length:
-                yield {
-                    name: v[chosen][real[chosen]].reshape(-1, length, *v.shape[2:]) for name, v in inputs.items()
-                }
+                yield {name: v[chosen][real[chosen]].reshape(-1, length, *v.shape[2:]) for name, v in inputs.items()}
 
     @staticmethod
     def _refuse(value: Any, reason: str) -> PosSwapError:

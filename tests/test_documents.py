@@ -302,5 +302,5 @@ def test_what_replaces_positions_is_fitted_on_pages():
     fitted = patch_model(turning(), "t5", per_layer=True, fit=batches)
     assert describe(fitted).fit.tokens == batches[0]["attention_mask"].sum()
     assert (read(fitted) - original).square().mean() < (read(cold) - original).square().mean()
-    with pytest.raises(PosSwapError, match="fit=.*pixel_values.*not understood"):
+    with pytest.raises(PosSwapError, match=r"fit=.*pixel_values.*not understood"):
         patch_model(turning(), "t5", fit=[batches[0] | {"pixel_values": torch.zeros(2, 3, 8, 8)}])
