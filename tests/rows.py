@@ -319,7 +319,7 @@ ATTENTION_ROWS = [
     *in_attention(f"alibi, t5, t5 per layer, kerple, sandwich, {EVERY_ROTATION}", "t5_encoder"),
     *[row for family in DOCUMENTS for row in in_attention("alibi learnable, t5 per layer, rope, yarn", family)],
     *[
-        Row(name, family, IN_ATTENTION[name] | keep, native=False, undoable=False, recalibrate=True)
+        Row(name, family, IN_ATTENTION[name] | keep, native=False, undoable=family == "t5_encoder", recalibrate=True)
         for name, family, keep in (
             ("rope", "layoutlmv2", {"relative_bias": "keep"}),
             ("alibi", "layoutlmv3", {"relative_bias": "keep", "spatial_bias": "silence"}),

@@ -140,8 +140,8 @@ def test_every_way_of_loading_rebuilds_every_buffer(row: Row, way: str, saved: P
     assert found.keys() == expected.keys()
     for name, buffer in found.items():
         if (
-            "inv_freq" in name or not buffer.is_floating_point()
-        ):  # others (Gemma's embed_scale) follow the dtype asked for
+            ("inv_freq" in name and "bbox" not in name) or not buffer.is_floating_point()
+        ):  # others (Gemma's embed_scale, the waves of Bros' boxes) follow the dtype asked for
             assert buffer.dtype == expected[name].dtype
             assert torch.equal(buffer, expected[name]), name
 
