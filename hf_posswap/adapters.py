@@ -51,14 +51,14 @@ def _meet(base: nn.Module, name: str, asked: Record) -> None:
     if record_of(base) is None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RecalibrationWarning)
-            patch_model(base, scheme, layers=asked.layers, stack=asked.stack)
+            patch_model(base, scheme, layers=asked.layers, stack=asked.stack, ndim=asked.ndim, **(asked.picture or {}))
         if scheme.trainable or any(KEY in parameter.split(".") for parameter, _ in base.named_parameters()):
             raise PosSwapError(
                 f"the adapter was trained on {name} with {scheme.name}, whose parameters are not in that base; save "
                 "the patched base and name it in the adapter, or merge the adapter before it is saved"
             )
     found = record_of(base)
-    for key in ("scheme", "params", "layers", "stack", "original"):
+    for key in ("scheme", "params", "layers", "stack", "ndim", "picture", "original"):
         has, needs = getattr(found, key), getattr(asked, key)
         if has != needs:
             raise PosSwapError(f"the adapter was trained on a base with {key}={needs!r}, and {name} has {has!r}")

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, KeysView, Mapping
+from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import PosSwapError, nearest
+from .heads import always, finished, given_mask, with_weights
 from .sites import BIAS, EMBED, KEEP, RELATIVE, ROTARY, SILENCE, SPATIAL
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
 
 STACKS = ("encoder", "decoder")
-RELATIVE_BIASES = ("relative_attention_bias", "rel_pos_bias")  # names of a table of biases per distance in tokens
+# Tables by relative distance, by what their owners call them: those of T5, MPNet and LayoutLM hold biases, DeBERTa's
+# vectors that meet q and k
+RELATIVE_TABLES = {"relative_attention_bias": "t5", "rel_pos_bias": "t5", "rel_embeddings": "disentangled"}
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,9 @@ class TableSite:
     """A learned table of position vectors, and everything on the model that has its length.
 
     `owner` holds the table under `attribute`, an nn.Embedding (rows, E) or a Parameter (1, rows, E). The first
-    `reserved` rows are not positions (padding, offsets, prefix tokens). `counted` says whether the config's length
-    counts them. `buffers` are index buffers of the owner, as long as the table.
+    `reserved` rows are not positions (padding, offsets, prefix tokens), nor are the last `trailing`. `counted` says
+    whether the config's length counts them. `buffers` are index buffers of the owner, as long as the table. `grid`:
+    patches along each axis of an image (rows, columns) or a video (frames first), `patch` the pixels of one.
     """
 
     family: str
@@ -68,8 +72,9 @@ class TableSite:
     counted: bool
     config: PreTrainedConfig
     buffers: tuple[str, ...] = ()
-    grid: tuple[int, int] | None = None
-    patch: tuple[int, int] | None = None
+    grid: tuple[int, ...] | None = None
+    patch: tuple[int, ...] | None = None
+    trailing: int = 0
 
     @property
     def holder(self) -> tuple[nn.Module, str]:
@@ -90,17 +95,46 @@ class TableSite:
     @property
     def length(self) -> int:
         """Positions that the table holds."""
-        return self.rows.shape[0] - self.reserved
+        return self.rows.shape[0] - self.reserved - self.trailing
+
+    @property
+    def positions(self) -> Tensor:
+        """The rows that are positions, (P, E)."""
+        return self.rows[self.reserved : self.reserved + self.length]
+
+    @property
+    def others(self) -> tuple[Tensor, Tensor]:
+        """The rows before and behind them."""
+        return self.rows[: self.reserved], self.rows[self.reserved + self.length :]
+
+
+@dataclass(frozen=True)
+class BiasTable:
+    """Learned numbers for each distance: the Parameter `attribute` of `owner`: of an nn.Embedding (buckets, H), of
+    LayoutLM's nn.Linear (H, buckets) that reads distances as one-hot vectors, or of BEiT's module (distances, H).
+    """
+
+    owner: nn.Module
+    attribute: str = "weight"
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return getattr(self.owner, self.attribute)
+
+    @property
+    def count(self) -> int:
+        """Distances, or buckets of them, that have numbers."""
+        return self.owner.in_features if isinstance(self.owner, nn.Linear) else len(self.weight)
 
 
 @dataclass(frozen=True)
 class BiasSite:
-    """Biases per relative distance: learned ones (path -> module with a weight), an nn.Embedding (buckets, H) in T5 and
-    MPNet, an nn.Linear of weight (H, buckets) in LayoutLMv2 and v3, or the ALiBi of a declared family, which holds no
-    numbers. `shared`: layers cannot have them apart.
+    """Biases per relative distance: learned ones (path -> table), as T5, MPNet, LayoutLMv2 and DeBERTa have them, or
+    BEiT of two dimensions, or the ALiBi of a declared family, which holds no numbers. `shared`: layers cannot have them
+    apart.
     """
 
-    tables: dict[str, nn.Module]
+    tables: dict[str, BiasTable]
     name: str = "t5"
     shared: bool = True
 
@@ -109,15 +143,15 @@ class BiasSite:
 class PageSite:
     """What a document model knows of a page; swaps of the order of its words leave it where it is.
 
-    `reader` takes the boxes, `bbox` (B, S, 4), whose coordinates go from 0 to `largest`. `spatial`: modules (path ->
-    module with a weight) that make a bias of distances on the page. `restarts`: the tokens of an image follow those of
-    the text and count from 0 again. `image`: the path of the module that makes `patches` image tokens, where these read
-    the first rows of the text's own table.
+    `reader` takes the boxes, `bbox` (B, S, 4), whose coordinates go from 0 to `largest`. `spatial`: tables (path ->
+    table) of a bias of distances on the page. `restarts`: the tokens of an image follow those of the text and count
+    from 0 again. `image`: the path of the module that makes `patches` image tokens, where these read the first rows of
+    the text's own table.
     """
 
     reader: nn.Module
     largest: float
-    spatial: dict[str, nn.Module]
+    spatial: dict[str, BiasTable]
     restarts: bool = False
     image: str | None = None
     patches: int = 0
@@ -144,8 +178,8 @@ class TableDeclaration:
     """Where a family keeps its table: what `anatomies/*.py` say.
 
     `attribute`: the table's name on its owner. `fits(owner, config)`: whether this owner is of the family.
-    `reserved(owner)`: rows that are not positions. `beside`: a second table of the same positions, of another width.
-    The rest is as in TableSite.
+    `reserved(owner)`, `trailing(owner)`: rows that are not positions. `beside`: a second table of the same positions,
+    of another width. The rest is as in TableSite.
     """
 
     family: str
@@ -154,14 +188,10 @@ class TableDeclaration:
     reserved: Callable[[nn.Module], int]
     counted: bool = True
     buffers: tuple[str, ...] = ()
-    grid: Callable[[nn.Module], tuple[int, int]] | None = None
-    patch: Callable[[nn.Module], tuple[int, int]] | None = None
+    grid: Callable[[nn.Module], tuple[int, ...]] | None = None
+    patch: Callable[[nn.Module], tuple[int, ...]] | None = None
+    trailing: Callable[[nn.Module], int] | None = None
     beside: bool = False
-
-
-def always(module: nn.Module) -> bool:
-    """A lambda could not be pickled with the model that it is bound to."""
-    return True
 
 
 @dataclass(frozen=True)
@@ -170,21 +200,25 @@ class AttentionDeclaration:
 
     `holds`: attributes by which an attention module of the family is known. `project(module, call)`: query
     (B, H, S, D), key and value (B, H', S, D) from the arguments of a call of its forward, by name.
-    `finish(module, output, call)`: what the forward makes of the attention output (B, S, H D), a tuple where that
-    is several things. `bias(module, query, call)`: what the model itself adds to the logits, None or of a shape that
-    broadcasts to (B, H, S, S). `scaling(module)` multiplies the logits; `dropout(module)` is its probability;
-    `groups(module)`: H / H', 1 where None; `cache`: the argument that is the cache, if there is one.
-    `causal(module)`: keys never follow queries. `alibi`: whether each layer adds it by itself, or the key of the
-    config that says whether the stack adds it for all. `off`: what the attributes of that stack are without it.
-    `does`: every name that the forward of a module uses, where others hold the same attributes and compute otherwise;
-    None: not looked at.
+    `finish(module, output, call)`: what the forward makes of the attention output (B, S, H D), and
+    `returns(module, output, weights)` what it returns. `mask(module, call)`: a tensor (B, 1, Q, K) or none, as
+    `given_mask` says. `bias(module, query, call)`: what the model itself adds to the logits, None or of a shape that
+    broadcasts to (B, H, Q, K). `scaling(module)` multiplies the logits, D**-0.5 where None; `dropout(module)` is its
+    probability; `groups(module)`: H / H', 1 where None; `cache`: the argument that is the cache, if there is one.
+    `causal(module)`: keys never follow queries. `alibi`: whether each layer adds it by itself, or the key of the config
+    that says whether the stack adds it for all. `off`: what the attributes of that stack are without it. `does`: every
+    name that the forward of a module uses, where others hold the same attributes and compute otherwise; None: not
+    looked at. `when(module)`: whether it is set to compute so. `layer`: its name for the layer's index in the cache.
+    `turns(module)`: dimensions R that it turns by itself, in interleaved pairs, which `project` leaves as they are.
     """
 
     holds: frozenset[str]
-    project: Callable[[nn.Module, Mapping[str, Any]], tuple[Tensor, Tensor, Tensor]]
-    finish: Callable[[nn.Module, Tensor, Mapping[str, Any]], Tensor]
-    scaling: Callable[[nn.Module], float]
+    project: Callable[[nn.Module, Mapping[str, Any]], Sequence[Tensor]]
     dropout: Callable[[nn.Module], float]
+    finish: Callable[[nn.Module, Tensor, Mapping[str, Any]], Any] = finished
+    returns: Callable[[nn.Module, Any, Tensor | None], Any] = with_weights
+    mask: Callable[[nn.Module, Mapping[str, Any]], Tensor | None] = given_mask
+    scaling: Callable[[nn.Module], float] | None = None
     cache: str | None = None
     causal: Callable[[nn.Module], bool] = always
     groups: Callable[[nn.Module], int] | None = None
@@ -192,13 +226,27 @@ class AttentionDeclaration:
     alibi: bool | str = False
     off: Mapping[str, Any] = field(default_factory=dict)
     does: frozenset[str] | None = None
+    when: Callable[[nn.Module], bool] = always
+    layer: str = "layer_idx"
+    turns: Callable[[nn.Module], int] | None = None
 
     def fits(self, module: nn.Module, held: KeysView[str]) -> bool:
         """Whether this is an attention module of the family; `held`: the names of what it holds."""
-        if not held >= self.holds:
+        if not (held >= self.holds and self.when(module)):
             return False
         code = inspect.unwrap(type(module).forward).__code__
         return self.does is None or self.does.issuperset(code.co_names)
+
+
+@dataclass(frozen=True)
+class MixingDeclaration:
+    """A family whose tokens reach each other without a logit for each query and key, where a scheme inside attention
+    could act. `holds`, `when`: as in AttentionDeclaration. `how`: what they do instead, after "its tokens".
+    """
+
+    holds: frozenset[str]
+    how: str
+    when: Callable[[nn.Module], bool] = always
 
 
 @dataclass(frozen=True)
@@ -207,8 +255,9 @@ class Anatomy:
 
     `tables`: one, or one for each stack of an encoder-decoder model, or two of one stack that are read together.
     `fixed`: modules (path -> module) that compute sinusoids and whose output is added. `stack`: `encoder` or `decoder`
-    where only what is in there is looked at. `page`: what is no site of an order of words. `biases`: what was decided
-    of the model's own, by RELATIVE and SPATIAL.
+    where only what is in there is looked at. `turned`: dimensions that attention modules of a declared family turn by
+    themselves; no site, for no scheme can be put in its place but inside attention. `page`: what is no site of an order
+    of words. `biases`: what was decided of the model's own, by RELATIVE and SPATIAL.
     """
 
     model: PreTrainedModel
@@ -217,6 +266,7 @@ class Anatomy:
     bias: BiasSite | None = None
     fixed: Mapping[str, nn.Module] = field(default_factory=dict)
     stack: str | None = None
+    turned: int | None = None
     page: PageSite | None = None
     biases: Mapping[str, str] = field(default_factory=dict)
 
@@ -224,6 +274,11 @@ class Anatomy:
     def table(self) -> TableSite | None:
         """The first table: the others are of the same length."""
         return self.tables[0] if self.tables else None
+
+    @property
+    def known(self) -> frozenset[str]:
+        """Where it knows positions."""
+        return self.sites | ({ROTARY} if self.turned else frozenset())
 
     @property
     def sites(self) -> frozenset[str]:
@@ -249,7 +304,7 @@ class Anatomy:
         inside = {id(module) for _, module in part.text_modules()}
         bias = self.bias
         if bias is not None and bias.tables:
-            bias = replace(bias, tables={p: t for p, t in bias.tables.items() if id(t) in inside})
+            bias = replace(bias, tables={p: t for p, t in bias.tables.items() if id(t.owner) in inside})
         return replace(
             part,
             tables=tuple(table for table in self.tables if id(table.owner) in inside),
@@ -333,8 +388,12 @@ def kind(model: nn.Module) -> str:
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """The config of the text stack; the model's own where there is no other."""
-    return model.config.get_text_config()
+    """The config of the text stack; the model's own where there is no other, its tower's where that is all it has."""
+    text, vision = model.config.get_text_config(), getattr(model.config, "vision_config", None)
+    if vision is None or model.main_input_name != "pixel_values":
+        return text
+    reads = any(getattr(module, "config", None) is text for module in model.modules())
+    return text if reads else vision
 
 
 def examine(model: PreTrainedModel) -> Anatomy:
@@ -346,25 +405,43 @@ def examine(model: PreTrainedModel) -> Anatomy:
         hint = f"; patch the model inside first (it seems to be under .{inner}), then wrap it" if inner else ""
         raise PosSwapError(f"model={kind(model)} is not a transformers model{hint}")
     anatomy = find_sites(model)
-    if not anatomy.sites and getattr(model, "_is_stateful", False):  # transformers' mark of a recurrent state
+    if not anatomy.known and getattr(model, "_is_stateful", False):  # transformers' mark of a recurrent state
         raise PosSwapError(
             f"{kind(model)} (model_type {model.config.model_type!r}) has no positions to swap: it knows order by "
             "recurrence"
         )
-    if not anatomy.sites:
+    if not anatomy.known:
         raise PosSwapError(
             f"{kind(model)} (model_type {model.config.model_type!r}) has no site this package recognises: no module "
             "follows transformers' rotary contract, and no table of position vectors matches a declared family"
+            f"{_of_windows(model)}"
         )
     if anatomy.tables:
         _refuse_unexplained(anatomy)
     return anatomy
 
 
+def _of_windows(model: PreTrainedModel) -> str:
+    """What else is to be said of a model like Swin."""
+    held = (path for path, module in model.named_modules() if "relative_position_bias_table" in module._parameters)
+    path = next(held, None)
+    return (
+        "" if path is None else f"; it has a bias within windows at {path}, which shift and merge from layer to layer"
+    )
+
+
 def find_sites(model: PreTrainedModel) -> Anatomy:
     """The anatomy of a model, not yet judged."""
     page = find_page(model)
-    return Anatomy(model, find_rotary(model), find_tables(model), find_bias(model, page), find_fixed(model), page=page)
+    return Anatomy(
+        model,
+        rotary=find_rotary(model),
+        tables=find_tables(model),
+        bias=find_bias(model, page),
+        fixed=find_fixed(model),
+        turned=find_turned(model),
+        page=page,
+    )
 
 
 def held(module: nn.Module) -> dict[str, Any]:
@@ -438,19 +515,28 @@ def _table_site(model: PreTrainedModel, path: str, owner: nn.Module, declaration
         buffers=tuple(name for name in declaration.buffers if name in owner._buffers),
         grid=declaration.grid(owner) if declaration.grid else None,
         patch=declaration.patch(owner) if declaration.patch else None,
+        trailing=declaration.trailing(owner) if declaration.trailing else 0,
     )
 
 
 def find_fixed(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Modules that compute sinusoids to be added: known by the function that makes their numbers.
+    """Modules that compute sinusoids to be added. RoFormer has the same module and rotates with it."""
+    if any(hasattr(one, "apply_rotary_position_embeddings") for one in {type(module) for module in model.modules()}):
+        return {}
+    return sinusoids(model)
 
-    RoFormer has the same module and rotates with it: there its output is no vector, and it is not among these.
-    """
+
+def sinusoids(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Modules that compute sinusoids, known by the function that makes their numbers."""
     types = {type(module) for module in model.modules()}
     making = {one for one in types if hasattr(one, "create_weight") or hasattr(one, "make_weights")}
-    if not making or any(hasattr(one, "apply_rotary_position_embeddings") for one in types):
-        return {}
-    return {path: module for path, module in Anatomy(model).text_modules() if type(module) in making}
+    return {path: module for path, module in Anatomy(model).text_modules() if type(module) in making} if making else {}
+
+
+def find_turned(model: PreTrainedModel) -> int | None:
+    """Dimensions that attention modules of a declared family turn by themselves."""
+    turning = ((module, own) for module, own in own_attention(model).items() if own.turns is not None)
+    return next((own.turns(module) for module, own in turning), None)
 
 
 def find_page(model: PreTrainedModel) -> PageSite | None:
@@ -469,7 +555,7 @@ def find_page(model: PreTrainedModel) -> PageSite | None:
     if not largest:
         return None
     spatial = {
-        f"{path}.{name}": getattr(module, name)
+        f"{path}.{name}": BiasTable(getattr(module, name))
         for path, module, declaration in found
         if declaration.spatial is not None
         for name in declaration.spatial(module)
@@ -484,20 +570,30 @@ def find_page(model: PreTrainedModel) -> PageSite | None:
 
 
 def find_bias(model: PreTrainedModel, page: PageSite | None = None) -> BiasSite | None:
-    tables = {
-        f"{path}.{name}": module._modules[name]
-        for path, module in model.named_modules()
-        for name in RELATIVE_BIASES
-        if isinstance(module._modules.get(name), (nn.Embedding, nn.Linear))
-        if page is None or f"{path}.{name}" not in page.spatial
-    }
-    if tables:
-        return BiasSite(tables)
+    tables, grids, spatial = {}, {}, page.spatial if page is not None else {}
+    for attribute, name in RELATIVE_TABLES.items():
+        for path, module in model.named_modules():
+            whole = f"{path}.{attribute}"
+            if isinstance(module._modules.get(attribute), (nn.Embedding, nn.Linear)) and whole not in spatial:
+                tables[whole] = BiasTable(module._modules[attribute])
+        if tables:
+            return BiasSite(tables, name)
+    for path, module in model.named_modules():
+        if _is_of_a_grid(module):
+            grids[path] = BiasTable(module, "relative_position_bias_table")
+    if grids:
+        return BiasSite(grids, "bias2d", shared=len(grids) == 1)
     own = next(iter(own_attention(model).values()), None)
     has = own is not None and (getattr(text_config(model), own.alibi) if isinstance(own.alibi, str) else own.alibi)
     if not has:
         return None
     return BiasSite({}, "alibi", shared=bool(own.off))
+
+
+def _is_of_a_grid(module: nn.Module) -> bool:
+    """Whether it is BEiT's bias between all patches, and three numbers for its class token: not one within windows."""
+    table, window = module._parameters.get("relative_position_bias_table"), getattr(module, "window_size", None)
+    return table is not None and len(table) == (2 * window[0] - 1) * (2 * window[1] - 1) + 3
 
 
 def own_attention(model: PreTrainedModel) -> dict[nn.Module, AttentionDeclaration]:
@@ -511,9 +607,23 @@ def own_attention(model: PreTrainedModel) -> dict[nn.Module, AttentionDeclaratio
     }
 
 
+def mixing(model: PreTrainedModel) -> str | None:
+    """How the tokens of a model reach each other where no query and key have a logit; None where they have."""
+    found = (
+        declaration.how
+        for module in model.modules()
+        for declarations in declared("MIXING")
+        for declaration in declarations
+        if held(module).keys() >= declaration.holds and declaration.when(module)
+    )
+    return next(found, None)
+
+
 @cache
 def declared(name: str) -> tuple[Any, ...]:
-    """Every TABLE, ATTENTION or PAGE in `anatomies/`; a second one of a file, or of a family, has more to its name."""
+    """Every TABLE, ATTENTION, PAGE or MIXING (of several families) in `anatomies/`; a second one of a file, or of a
+    family, has more to its name.
+    """
     from . import anatomies
 
     files = pkgutil.iter_modules(anatomies.__path__)
@@ -577,15 +687,19 @@ def _refuse_unexplained(anatomy: Anatomy) -> None:
     """A second, unknown place for positions beside a table would stay behind in silence: refuse the model."""
     model, bias = anatomy.model, anatomy.bias
     known = {id(module) for table in anatomy.tables for module in table.owner.modules()}
-    known |= {id(t) for t in (bias.tables.values() if bias else ())}
-    known |= {id(t) for t in (anatomy.page.spatial.values() if anatomy.page else ())}
-    known.add(id(model.get_input_embeddings()))
+    known |= {id(t.owner) for t in (bias.tables.values() if bias else ())}
+    known |= {id(t.owner) for t in (anatomy.page.spatial.values() if anatomy.page else ())}
+    if model.main_input_name != "pixel_values":  # a picture's is no table, and some classes do not find it
+        known.add(id(model.get_input_embeddings()))
     for path, module in anatomy.text_modules():
         if isinstance(module, nn.Embedding) and id(module) not in known:
             raise PosSwapError(f"{kind(model)} holds another table at {path} whose part in its positions is unknown")
-        if "relative_position_bias_table" in module._parameters:
+        if "relative_position_bias_table" in module._parameters and id(module) not in known:
             raise PosSwapError(f"{kind(model)} has a bias of two dimensions at {path} too, which is not swapped")
     for path, parameter in model.named_parameters():
-        same = [table for table in anatomy.tables if table.grid and parameter.shape[-2:] == table.rows.shape]
-        if parameter.dim() > 2 and any(table.weight is not parameter for table in same):
-            raise PosSwapError(f"{kind(model)} holds another table of positions at {path}, which is not resized")
+        for table in (table for table in anatomy.tables if table.grid and parameter.dim() > 2):
+            rows, width = table.rows.shape
+            single = parameter.shape[:-2].numel() == 1  # then of another width too: that of a decoder
+            alike = parameter.shape[-2] == rows and (single or parameter.shape[-1] == width)
+            if alike and parameter is not table.weight:
+                raise PosSwapError(f"{kind(model)} holds another table of positions at {path}, which is not resized")

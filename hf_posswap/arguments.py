@@ -7,11 +7,30 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import Field, field, fields, make_dataclass
+from dataclasses import Field, dataclass, field, fields, make_dataclass
 from typing import Any, get_type_hints
 
 from .errors import PosSwapError
 from .scheme import Scheme, make_scheme, registry
+
+
+@dataclass
+class PictureArguments:
+    """What an image model reads after the swap, as `patch_model` takes it."""
+
+    image_size: list[int] | None = field(default=None, metadata={"help": "Of pictures: pixels, or height and width."})
+    patch_size: list[int] | None = field(default=None, metadata={"help": "Of a patch: pixels, or height and width."})
+    num_frames: int | None = field(default=None, metadata={"help": "Of a video."})
+    num_channels: int | None = field(default=None, metadata={"help": "Of a pixel."})
+    ndim: int | None = field(
+        default=None, metadata={"help": "1 numbers patches row by row, for a scheme of one dimension."}
+    )
+    patch_form: str | None = field(default=None, metadata={"help": "How patches are embedded: linear, convolution."})
+
+    def given(self) -> dict[str, Any]:
+        """Arguments for `patch_model`."""
+        given = {f.name: getattr(self, f.name) for f in fields(PictureArguments)}
+        return {k: v[0] if isinstance(v, list) and len(v) == 1 else v for k, v in given.items() if v is not None}
 
 
 def scheme_arguments(several: bool = False) -> type:

@@ -26,8 +26,9 @@ from transformers.models.llama import modeling_llama
 
 from .anatomy import AttentionDeclaration
 from .errors import PosSwapError
+from .grid import Grid, Sight
 from .parts import given, with_argument
-from .relative import exact_parts, spread
+from .relative import exact_parts, spread, spread_grid
 from .rotation import Rotation
 from .sites import BiasChange
 
@@ -41,11 +42,14 @@ TWO_PARTS = 65536  # keys whose places are exact in two parts of bfloat16, 8 bit
 
 @dataclass(frozen=True)
 class Places:
-    """Where one call's tokens stand: cache index of the first query and of the first key; whether keys are rotated."""
+    """Where one call's tokens stand: cache index of the first query and of the first key; whether keys are rotated; on
+    an image, its grid.
+    """
 
     query: int | Tensor = 0
     key: int | Tensor = 0
     keys_rotated: bool = False
+    grid: Grid | None = None
 
 
 @dataclass
@@ -74,19 +78,21 @@ class Attached(nn.Module):
     """What a scheme puts inside attention: its learned parameters, its constants, and the functions that read them.
 
     Everything is float32 and stays so whatever the model is cast to. Constants are no buffers: they have values on a
-    model that has none yet, and no checkpoint holds them. `text`: what tells where an image's tokens begin, in models
-    whose count begins again there. `joins`: the bias that a model hands to its attention stays, beside this one.
+    model that has none yet, and no checkpoint holds them. `sight`: what tells the grid of an image model's patches.
+    `text`: what tells where an image's tokens begin, in models of text whose count begins again there. `joins`: the
+    bias that a model hands to its attention stays, beside this one.
     """
 
     def __init__(
         self,
         change: BiasChange | None = None,
         rotation: Rotation | None = None,
+        sight: Sight | None = None,
         text: Text | None = None,
         joins: bool = False,
     ) -> None:
         super().__init__()
-        self.change, self.rotation, self.text, self.joins = change, rotation, text, joins
+        self.change, self.rotation, self.sight, self.text, self.joins = change, rotation, sight, text, joins
         self.memo: dict[tuple, Any] | None = None
         self.constants = {} if change is None else dict(change.constants)
         if change is not None:
@@ -94,6 +100,8 @@ class Attached(nn.Module):
             object.__setattr__(self.change, "parameters", {})  # they live below from now on
             for name, value in change.parameters.items():
                 self.register_parameter(name, nn.Parameter(value.clone().float()))
+        if rotation is not None and rotation.learned:
+            self.register_parameter("frequencies", nn.Parameter(rotation.frequencies.clone()))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move, never cast."""
@@ -108,7 +116,7 @@ class Attached(nn.Module):
 
         self.constants = {name: follow(value) for name, value in self.constants.items()}
         if self.rotation is not None:
-            self.rotation = self.rotation.move(follow)
+            self.rotation = self.rotation.of(follow(self.rotation.frequencies))
         return super()._apply(keep, recurse)
 
     def once(self, what: str, x: Tensor, keys: int, places: Places, compute: Callable[[], Any]) -> Any:
@@ -124,12 +132,25 @@ class Attached(nn.Module):
             self.memo[at] = compute()
         return self.memo[at]
 
-    def rotate(self, x: Tensor, first: int | Tensor, is_key: bool) -> Tensor:
-        """Queries or keys (B, H, S, D) at the places first, first + 1, ... -> the same shape, rotated."""
-        what = "keys" if is_key and self.rotation.decay is not None else "queries"
-        at = partial(self.places, x.shape[-2], first, x.device)
-        tables = self.once(what, x, 0, Places(first, first), lambda: self.rotation.tables(x, at(), is_key))
-        return self.rotation.turn(x, *tables)
+    @property
+    def shared(self) -> bool:
+        """Whether all layers of a stack can have this one: none learns anything of its own."""
+        return (self.change is None or self.change.shared) and (self.rotation is None or not self.rotation.learned)
+
+    def rotate(self, x: Tensor, first: int | Tensor, is_key: bool, grid: Grid | None = None) -> Tensor:
+        """Queries or keys (B, H, S, D), rotated, at the places first, first + 1, ...; on a grid its patches alone."""
+        rotation = self.rotation.of(self.frequencies) if self.rotation.learned else self.rotation
+        what = "keys" if is_key and rotation.decay is not None else "queries"
+
+        def compute() -> tuple[Tensor, Tensor]:
+            if grid is None:
+                places = self.places(x.shape[-2], first, x.device)[..., None]
+                return rotation.tables(places if places.dim() == 2 else places[:, None], is_key, x.dtype)
+            coordinates = grid.coordinates(rotation.ndim, rotation.of_image, x.device)
+            cos, sin = rotation.tables(coordinates, is_key, x.dtype)
+            return grid.framed(cos, 1.0), grid.framed(sin)
+
+        return rotation.turn(x, *self.once(what, x, 0, Places(first, first), compute))
 
     def places(self, count: int, first: int | Tensor, device: torch.device) -> Tensor:
         """Where `count` tokens stand: (count,), or (B, count) by what a caller says of a text before an image."""
@@ -146,6 +167,8 @@ class Attached(nn.Module):
     def dense(self, query: Tensor, key: Tensor, places: Places, positions: Tensor | None) -> Tensor:
         """The additive bias, (1, H, Q, K) or (B, H, Q, K), in the queries' dtype."""
         queries, keys, device = query.shape[2], key.shape[2], query.device
+        if places.grid is not None:
+            return self.on_grid(query, places.grid)[None].to(query.dtype)
         if self.change.placed is None and self.text is None:
             return spread(self.by_distance(query, key, places), queries, keys)[None].to(query.dtype)
         q, k = self.places(queries, places.query, device), self.places(keys, places.key, device)
@@ -156,6 +179,16 @@ class Attached(nn.Module):
         position = (q[None] if positions is None else positions.to(device))[..., None]
         bias = self.change.placed(self.tensors(device), (k - q[:, None])[None], position)
         return _of_heads(bias.transpose(0, 1), query).transpose(0, 1).to(query.dtype)
+
+    def on_grid(self, query: Tensor, grid: Grid) -> Tensor:
+        """The additive bias between the tokens of an image, (H, S, S), float32; 0 where one of two has no place."""
+        tensors = self.tensors(query.device)
+        if self.change.between is not None:
+            values = _of_heads(self.change.between(tensors, grid.rows, grid.columns), query)
+            return grid.squared(spread_grid(values, grid.rows, grid.columns)) + grid.beside(tensors["beside"])
+        distance = torch.arange(1 - grid.patches, grid.patches, device=query.device)
+        values = _of_heads(self.change.bias(tensors, distance), query)
+        return grid.squared(spread(values, grid.patches, grid.patches))
 
     def extended(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
         """The bias as extra dimensions of q and k, (..., D) -> (..., D + r): no (Q, K) tensor, on any kernel.
@@ -257,6 +290,8 @@ def hand_places(
             "context parallelism (torch's `context_parallel`, cp_size > 1) splits a sequence among processes that do "
             "not know their places in it; a scheme inside attention needs cp_size=1"
         )
+    if attached.sight is not None:  # its grids are known, and many image models drop a keyword
+        return args, kwargs
     call = given(names, args, kwargs)
     name = next((name for name, value in call.items() if isinstance(value, Cache)), None)
     if name is None:
@@ -266,7 +301,7 @@ def hand_places(
     query = own.get_query_offset(module.layer_idx)
     if isinstance(query, Tensor):
         query = query.clone()  # a static cache counts on in place
-    key = own.get_mask_sizes(call["hidden_states"].shape[1], module.layer_idx)[1]
+    key = own.get_mask_sizes(call[names[0]].shape[1], module.layer_idx)[1]
     if attached.rotation is not None:
         rotated = RotatedKeys(own, attached, query)
         if own is not cache:
@@ -291,21 +326,25 @@ def attend(
     forward = stock(module, backend)
     if ATTRIBUTE not in module.__dict__:
         return forward(module, query, key, value, attention_mask, **kwargs)
+    (attached,) = module.__dict__[ATTRIBUTE]
+    if attached.sight is not None:
+        places = Places(grid=attached.sight.grid(query.shape[2]))
     if places is None:
         raise PosSwapError(f"{type(module).__name__} dropped the keyword {PLACES!r}; its positions cannot be installed")
-    (attached,) = module.__dict__[ATTRIBUTE]
     change, rotation = attached.change, attached.rotation
     if rotation is not None:
-        query = attached.rotate(query, places.query, is_key=False)
-        key = key if places.keys_rotated else attached.rotate(key, places.key, is_key=True)
+        query = attached.rotate(query, places.query, is_key=False, grid=places.grid)
+        key = key if places.keys_rotated else attached.rotate(key, places.key, is_key=True, grid=places.grid)
     if change is None:
         return forward(module, query, key, value, attention_mask, **kwargs)
     positions = kwargs.get("position_ids")
     if change.temperature is not None:
         count = torch.arange(query.shape[2], device=query.device)[None] + places.query
+        if places.grid is not None:  # every query sees all tokens
+            count = torch.full_like(count, query.shape[2] - 1)
         factor = change.temperature(count if positions is None else positions)
         query = query * factor[:, None, :, None].to(query.dtype)
-    if change.bias is None and change.placed is None:
+    if change.bias is None and change.placed is None and change.between is None:
         return forward(module, query, key, value, attention_mask, **kwargs)
     if change.factors is not None and backend == "sdpa" and query.shape[2] > 1:  # one query: its bias is small
         scaling, width = kwargs.pop("scaling", None), value.shape[-1]
@@ -315,7 +354,7 @@ def attend(
         return output[..., :width].contiguous(), weights  # some models take a view of it
     own = kwargs.pop("position_bias", None) if attached.joins else None
     kwargs["position_bias"] = None  # the model's own, silenced
-    if backend == "flex_attention" and change.placed is None and own is None:
+    if backend == "flex_attention" and change.placed is None and places.grid is None and own is None:
         values = attached.once("values", query, key.shape[2], places, lambda: attached.by_distance(query, key, places))
         kwargs["position_bias"] = Diagonals(values, query.shape[2])
         return forward(module, query, key, value, attention_mask, **kwargs)
@@ -347,16 +386,16 @@ def reroute(module: nn.Module, *args: Any, declaration: AttentionDeclaration, na
     """
     call = given(names, args, kwargs)
     query, key, value = declaration.project(module, call)
-    cache, mask, positions = call.get(declaration.cache), call["attention_mask"], None
+    cache, mask, positions = call.get(declaration.cache), declaration.mask(module, call), None
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if cache is not None:
         key, value = cache.update(key, value, module.layer_idx)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, torch.finfo(query.dtype).min)
     if declaration.causal(module):
-        if mask is None:  # Megatron-BERT as a decoder before transformers 5.23: it looks both ways
+        if mask is None:  # Megatron-BERT and RoFormer before transformers 5.23 look both ways
             raise PosSwapError(f"{type(module).__name__} is a decoder's and was given no mask; it is not causal here")
-        if mask.dtype == torch.bool:  # true where hidden
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, torch.finfo(query.dtype).min)
         positions = ((mask == 0).sum(-1)[:, 0] - 1).clamp(min=0)
     own = None if declaration.bias is None else declaration.bias(module, query, call)
     if own is not None:
@@ -368,13 +407,12 @@ def reroute(module: nn.Module, *args: Any, declaration: AttentionDeclaration, na
         key,
         value,
         mask,
-        scaling=declaration.scaling(module),
+        scaling=declaration.scaling(module) if declaration.scaling else query.shape[-1] ** -0.5,
         dropout=declaration.dropout(module) if module.training else 0.0,
         position_ids=positions,
         **{PLACES: call[PLACES]},
     )
-    done = declaration.finish(module, output.flatten(2), call)
-    return (*done, weights) if isinstance(done, tuple) else (done, weights)
+    return declaration.returns(module, declaration.finish(module, output.flatten(2), call), weights)
 
 
 # for families that compute with the mask before attention sees it: always a tensor (B, 1, Q, K), of numbers to add

@@ -56,7 +56,7 @@ def own_source() -> tuple[str, dict[str, str]]:
 NAMES = ("TABLE", "ATTENTION", "PAGE")  # of declarations in `anatomies`
 DECLARED = '''def declared(name: str) -> tuple[Any, ...]:
     """The declarations that this model's family is known by."""
-    return {{"TABLE": ({}), "ATTENTION": ({}), "PAGE": ({})}}[name]'''
+    return {{"TABLE": ({}), "ATTENTION": ({}), "PAGE": ({}), "MIXING": ()}}[name]'''
 
 LOADER = """
 

@@ -81,7 +81,7 @@ def _load_portable(
     model = loader.from_pretrained(path, config=config, **kwargs)
     model.__class__ = cls
     anatomy = examine(model).within(record.stack, record.biases)
-    steps = choose_steps(anatomy, scheme, chosen_layers(anatomy, record.layers))
+    steps = choose_steps(anatomy, scheme, chosen_layers(anatomy, record.layers), record.picture)
     install(model, rebuild(anatomy, record, scheme, steps, travel_of(anatomy, scheme, steps)))
     load_added(model, path, **hub)
     forget_replaced(model)

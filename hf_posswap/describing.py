@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,19 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .anatomies.vit import pair
 from .anatomy import STACKS, Anatomy, TableSite, examine, follows_rotary_contract, kind, text_config
 from .edits import same
 from .patching import config_before, record_of
+from .pictures import CONFIG_KEYS
 from .planning.layers import SECOND, second_config
 from .planning.plan import config_path, plain_state
 from .planning.rotary import build, has_second_factor, unscaled
-from .planning.table import rms_key
+from .planning.table import had_key, held_by, rms_key
 from .profile import Fit
 from .quiet import quiet
 from .record import FIT, FOREIGN_ROPE_TYPE, NATIVE, PORTABLE, Record
 from .scheme import Scheme, name_of, scheme_of
 from .serving import Served, serving
-from .sites import BIAS, EMBED, RELATIVE, ROTARY, SILENCE, SPATIAL, EmbedGeometry, RotaryGeometry
+from .sites import BIAS, EMBED, KEEP, RELATIVE, ROTARY, SILENCE, SPATIAL, EmbedGeometry, RotaryGeometry
 
 NOTHING = "none"
 PAGE = "page"  # of a document model: no site of an order of words, and shown beside those
@@ -90,6 +93,7 @@ def describe(model: nn.Module) -> Description:
             (anatomy.fixed, _describe_fixed),
             (anatomy.bias is not None, _describe_bias),
             (anatomy.page is not None, _describe_page),
+            (anatomy.turned is not None, _describe_turned),
         )
         if present
         for site in describe_site(anatomy, record)
@@ -105,7 +109,9 @@ def describe(model: nn.Module) -> Description:
         scheme=None if record is None else name_of(record),
         storage=None if record is None else record.storage,
         fit=Fit(**record.measured[FIT]) if record is not None and FIT in record.measured else None,
-        serving=() if record is None else serving(anatomy.config.to_dict(), record, "FOLDER"),
+        serving=()
+        if record is None or model.main_input_name == "pixel_values"
+        else serving(anatomy.config.to_dict(), record, "FOLDER"),
     )
 
 
@@ -128,13 +134,18 @@ def _original_length(anatomy: Anatomy, record: Record | None) -> int:
     if table is None:
         return _original(anatomy, record, "max_position_embeddings") or 0
     if table.grid is not None:
-        size = _original(anatomy, record, "image_size")
-        (height, width), (patch_height, patch_width) = (
-            side if isinstance(side, (list, tuple)) else (side, side)
-            for side in (size, _original(anatomy, record, "patch_size"))
-        )
-        return (height // patch_height) * (width // patch_width)
+        return math.prod(_original_grid(anatomy, record))
     return _original(anatomy, record, "max_position_embeddings") - (table.reserved if table.counted else 0)
+
+
+def _original_grid(anatomy: Anatomy, record: Record | None) -> list[int]:
+    """Patches along each axis that the config said before the swap."""
+    said = {key: _original(anatomy, record, key) for key in CONFIG_KEYS}
+    if len(anatomy.table.grid) == 3:
+        sizes, sides = (said["num_frames"], *pair(said["image_size"])), said["tubelet_size"]
+    else:
+        sizes, sides = pair(said["image_size"]), pair(said["patch_size"])
+    return [size // side for size, side in zip(sizes, sides, strict=True)]
 
 
 def _rotary_name(parameters: dict[str, Any]) -> str:
@@ -202,27 +213,39 @@ def _describe_table(anatomy: Anatomy, table: TableSite, record: Record | None) -
     replaced = record is not None and EMBED in scheme_of(record).sites
     has = NOTHING if _silenced(anatomy, record, EMBED) else record.scheme if replaced else "learned"
     state = "trainable" if table.weight.requires_grad else "frozen"
-    size = f"{table.grid[0]} x {table.grid[1]} patches" if table.grid else f"{table.length} positions"
+    size = f"{' x '.join(map(str, table.grid))} patches" if table.grid else f"{table.length} positions"
     joined = ", concatenated and projected" if replaced and _concatenated(scheme_of(record)) else ""
-    return SiteDescription(EMBED, "learned", has, f"{size}, width {table.rows.shape[-1]}, {state}{joined}")
+    had = _table_was(anatomy, table, record)
+    return SiteDescription(
+        EMBED,
+        had,
+        had if has == "learned" and not replaced else has,
+        f"{size}, width {table.rows.shape[-1]}, {state}{joined}",
+    )
+
+
+def _table_was(anatomy: Anatomy, table: TableSite, record: Record | None) -> str:
+    """What a table held before a swap; of one that was swapped the record remembers."""
+    if record is None:
+        return held_by(table)
+    return record.measured.get(had_key(anatomy.within(record.stack), table), "learned")
 
 
 def _describe_bias(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDescription]:
     """One line, or one for each stack whose layers have biases."""
     seen: set[str] = set()
     for table in anatomy.bias.tables.values() or (None,):
-        words, mine = ("", record) if table is None else _of_stack(anatomy, record, table)
+        words, mine = ("", record) if table is None else _of_stack(anatomy, record, table.owner)
         if words in seen:
             continue
         seen.add(words)
         had, replaced = anatomy.bias.name, mine is not None and BIAS in scheme_of(mine).sites
-        silent = _silenced(anatomy, mine, BIAS)
-        left = NOTHING if silent else had
-        if replaced:
-            left = mine.scheme if silent or not mine.biases else f"{had} + {mine.scheme}"
-        own = "" if table is None else f"{table.weight.numel() // anatomy.config.num_attention_heads} buckets"
-        detail = "inside attention" if replaced else own
-        yield SiteDescription(BIAS, had, _in_layers(mine, had, left), words + detail)
+        left = mine.scheme if replaced else NOTHING if _silenced(anatomy, mine, BIAS) else had
+        if replaced and mine.biases.get(RELATIVE) == KEEP:
+            left = f"{had} + {mine.scheme}"
+        what = "distances" if had == "bias2d" else "buckets"
+        own = "" if table is None else f"{table.count} {what}"
+        yield SiteDescription(BIAS, had, _in_layers(mine, had, left), words + ("inside attention" if replaced else own))
 
 
 def _describe_page(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDescription]:
@@ -232,6 +255,13 @@ def _describe_page(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDesc
     silent = record is not None and record.biases.get(SPATIAL) == SILENCE
     biases = f", their bias {'silenced' if silent else 'kept'}" if page.spatial else ""
     yield SiteDescription(PAGE, had, "boxes" if silent else had, f"coordinates 0 to {page.largest:g} kept{biases}")
+
+
+def _describe_turned(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDescription]:
+    scheme = None if record is None else scheme_of(record)
+    has = "rope" if scheme is None or scheme.stacks else scheme.name if ROTARY in scheme.sites else NOTHING
+    detail = f"{anatomy.turned} dimensions of each head" if record is None else "inside attention"
+    yield SiteDescription(ROTARY, "rope", _in_layers(record, "rope", has), detail)
 
 
 def _in_layers(record: Record | None, had: str, has: str) -> str:
@@ -247,7 +277,7 @@ def _describe_added(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDes
         return
     scheme = scheme_of(record)
     for site in (EMBED, ROTARY, BIAS):
-        if site in scheme.sites - anatomy.sites:
+        if site in scheme.sites - anatomy.known:
             where = "before the first layer" if site == EMBED else "inside attention"
             if site == EMBED:
                 where = f"concatenated {where}, and projected" if _concatenated(scheme) else f"added {where}"
@@ -259,8 +289,11 @@ def _concatenated(scheme: Scheme) -> bool:
 
 
 def _silenced(anatomy: Anatomy, record: Record | None, site: str) -> bool:
-    """Whether a swap silenced what the model had at one of its sites."""
-    return record is not None and site in scheme_of(record).silences(anatomy.sites, record.biases.get(RELATIVE))
+    """Whether one of the model's own sites was silenced by a swap that put nothing like it there."""
+    if record is None:
+        return False
+    scheme = scheme_of(record)
+    return site in scheme.silences(anatomy.sites, record.biases.get(RELATIVE)) - scheme.sites
 
 
 def _table_is_bypassed(anatomy: Anatomy) -> bool:
@@ -370,6 +403,8 @@ class _Subject:
             last = self.stack(**inputs).last_hidden_state
         finally:
             handle.remove()
+        if not seen:  # SqueezeBERT calls the forward of its layers past their hooks
+            seen.append(self.stack(**inputs, output_hidden_states=True).hidden_states[1])
         return seen[0][0], last[0]
 
     def blank_page(self, ids: Tensor) -> dict[str, Tensor]:
@@ -438,31 +473,43 @@ class _ImageSubject(_Subject):
 
     def __init__(self, anatomy: Anatomy) -> None:
         super().__init__(anatomy)
-        self.stack = anatomy.model.base_model  # the layers' own stack takes patches
-        self.rows, self.columns = self.table.grid
-        height, width = self.table.patch
-        shape = (1, self.model.config.num_channels, self.rows * height, self.columns * width)
+        path = self.table.path.rpartition(".")[0]
+        while path:  # the stack that takes the picture; the layers' own takes patches
+            path = path.rpartition(".")[0]
+            self.stack = self.model.get_submodule(path)
+            if "pixel_values" in inspect.signature(self.stack.forward).parameters:
+                break
+        self.grid, self.patch = self.table.grid, self.table.patch
+        sides = [side for both in zip(self.grid, self.patch, strict=True) for side in both]
+        shape = (1, anatomy.config.num_channels, *sides)  # patches and pixels in turn, along each axis
         pixels = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         self.pixels = pixels.to(self.model.device, self.model.dtype)
+        count = math.prod(self.grid)
+        self.first = self.states(self.pixels).shape[0] - count - self.table.trailing
+        self.patches = slice(self.first, self.first + count)
+
+    def states(self, pixels: Tensor) -> Tensor:
+        """The last layer's (S, E); a video goes in with its frames before the channels."""
+        size = [n * side for n, side in zip(self.grid, self.patch, strict=True)]
+        pixels = pixels.reshape(1, -1, *size)
+        return self.run(pixel_values=pixels if len(size) == 2 else pixels.transpose(1, 2))[1]
 
     def order(self) -> float:
-        height, width = self.table.patch
-        blocks = self.pixels.unfold(2, height, height).unfold(3, width, width)  # (1, C, rows, columns, height, width)
-        flipped = blocks.flip(2, 3).permute(0, 1, 2, 4, 3, 5).reshape(self.pixels.shape)
-        straight, permuted = self.run(pixel_values=self.pixels)[1], self.run(pixel_values=flipped)[1]
-        prefix = straight.shape[0] - self.rows * self.columns
-        return _relative(permuted, torch.cat([straight[:prefix], straight[prefix:].flip(0)]))
+        flipped = self.pixels.flip(*range(2, 2 + 2 * len(self.grid), 2))
+        straight, permuted = self.states(self.pixels), self.states(flipped)
+        straight[self.patches] = straight[self.patches].flip(0)
+        return _relative(permuted, straight)
 
     def shift(self) -> None:
         return None
 
     def distance(self) -> tuple[tuple[int, float], ...]:
-        (height, width), first = self.table.patch, self.table.reserved
-        plain, found, away = self.run(pixel_values=self.pixels)[1][first], [], 1
-        while away < self.columns:
+        plain, found, away = self.states(self.pixels)[self.first], [], 1
+        while away < self.grid[-1]:
             blank = self.pixels.clone()
-            blank[..., :height, away * width : (away + 1) * width] = 0
-            found.append((away, _relative(self.run(pixel_values=blank)[1][first], plain)))
+            first = [0, slice(None)] * (len(self.grid) - 1)
+            blank[(slice(None), slice(None), *first, away)] = 0
+            found.append((away, _relative(self.states(blank)[self.first], plain)))
             away *= 2
         return tuple(found)
 
@@ -576,9 +623,9 @@ def _table_faults(anatomy: Anatomy, table: TableSite, record: Record | None) -> 
         return
     scheme = scheme_of(record)
     if EMBED in scheme.sites and scheme.recomputable:
-        rows = table.rows[table.reserved :]
+        rows = table.positions
         rms = record.measured.get(rms_key(anatomy.within(record.stack), table), 1.0)
-        geometry = EmbedGeometry(rows.shape[-1], len(rows), rows, lambda: rms, table.grid, table.patch)
+        geometry = EmbedGeometry(rows.shape[-1], len(rows), rows, lambda: rms, table.grid, table.grid)
         expected = scheme.embed(geometry).vectors(torch.arange(len(rows), device=rows.device)).to(rows.dtype)
         if not same(rows, expected):
             yield f"{table.path}: is not the {scheme} table that the record says"

@@ -29,6 +29,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "proportional": [{"partial_rotary_factor": 0.75}],
     "sinusoidal": [{"layout": "interleaved"}, {"layout": "halves"}, {"init": "fit"}],
     "learned": [{"init": init} for init in ("interpolate", "tile", "hierarchical", "fit", "random")],
+    "learned2d": [{"resize": "bicubic"}, {"resize": "bilinear"}, {"resize": "tile"}],
+    "sincos2d": [{"convention": "mae"}, {"convention": "moco"}, {"convention": "big_vision"}, {"init": "fit"}],
     "nope": [{}],
     "alibi": [{}],
     "t5": [{}],
@@ -37,6 +39,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "sandwich": [{}],
     "logn": [{}, {"clip": False}],
     "xpos": [{}],
+    "rope2d": [{}, {"kind": "mixed"}],
+    "bias2d": [{}],
 }
 STYLES = ("-", "-.", (0, (1, 1)))
 
@@ -45,14 +49,16 @@ def draw(name: str) -> Any:
     """A matplotlib figure of one scheme. Raises NotImplementedError for a site that has no picture."""
     cls = registry()[name]
     variants = [_variant(name, params) for params in VARIANTS.get(name, EXAMPLE)]
-    if cls.sites == {BIAS}:
+    if cls.ndim == 2 and cls.sites <= {BIAS, ROTARY}:
+        figure = _draw_offsets(variants)
+    elif cls.sites == {BIAS}:
         figure = _draw_temperature(variants) if cls.stacks else _draw_bias(variants)
     elif cls.in_attention:
         figure = _draw_decay(variants)
     elif cls.sites <= {ROTARY}:
         figure = _draw_rotary(variants)
     elif cls.sites == {EMBED}:
-        figure = _draw_tables(variants)
+        figure = (_draw_maps if name.endswith("2d") else _draw_tables)(variants)
     else:
         raise NotImplementedError(f"{name}: no picture for {', '.join(sorted(cls.sites))}")
     figure.suptitle(name, fontweight="bold")
@@ -60,7 +66,8 @@ def draw(name: str) -> Any:
 
 
 def _variant(name: str, params: dict[str, Any]) -> Scheme:
-    sized = {"max_positions": FACTOR * ROWS} if registry()[name].sites == {EMBED} else {}
+    cls = registry()[name]
+    sized = {"max_positions": FACTOR * ROWS} if cls.sites == {EMBED} and not name.endswith("2d") else {}
     return make_scheme(name, params | sized)
 
 
@@ -168,16 +175,50 @@ def _draw_decay(variants: list[Scheme]) -> Any:
     same = torch.ones(1, 1, LENGTH, HEAD_DIM, dtype=torch.float64)
     decays = [("rope", None), *((str(scheme), scheme.rotary(site).decay) for scheme in variants)]
     for (label, decay), shade in zip(decays, ("0.6", "black"), strict=False):
-        rotation = Rotation(plain, decay=decay, centre=LENGTH // 2)
-        query, key = (
-            rotation.turn(same, *rotation.tables(same, torch.arange(LENGTH), is_key))[0, 0] for is_key in (False, True)
-        )
+        rotation, places = Rotation(plain[None], decay=decay, centre=LENGTH // 2), torch.arange(LENGTH)[:, None]
+        tables = (rotation.tables(places, is_key, same.dtype) for is_key in (False, True))
+        query, key = (rotation.turn(same, *pair)[0, 0] for pair in tables)
         score = (key.flip(0) @ query[-1]) / HEAD_DIM  # by distance from the last query
         x, y = (t.unfold(0, 64, 16).double().mean(1) for t in (torch.arange(LENGTH), score))
         axis.plot(x, y, color=shade, linewidth=1, label=label)
     axis.set(xlabel="distance (tokens)", ylabel="q·k of equal vectors, smoothed")
     axis.legend(fontsize=8)
     return figure
+
+
+SIDE = 14  # patches of a side of the image that a scheme of two dimensions is drawn on
+
+
+def _draw_offsets(variants: list[Scheme]) -> Any:
+    """What a patch in the middle adds to its logits, or scores with vectors equal to its own, over all offsets."""
+    maps = [one for scheme in variants for one in _offsets(scheme)]
+    figure, axes = _axes(len(maps), 2.7 * len(maps) + 1.2, sharey=True)
+    reach = (0.5 - SIDE, SIDE - 0.5)
+    for axis, (label, values) in zip(axes, maps, strict=True):
+        image = axis.imshow(values, cmap="gray", extent=(*reach, *reach[::-1]), interpolation="nearest")
+        axis.set_title(label, fontsize=9)
+        axis.set_xlabel("columns to the key")
+        figure.colorbar(image, ax=axis, shrink=0.8)
+    axes[0].set_ylabel("rows to the key")
+    return figure
+
+
+def _offsets(scheme: Scheme) -> list[tuple[str, Tensor]]:
+    """(label, values (2 SIDE - 1, 2 SIDE - 1) by rows and columns from query to key) of a few heads."""
+    given = ", ".join(f"{k}={v}" for k, v in scheme.given().items()) or "as it starts"
+    if BIAS in scheme.sites:
+        change = scheme.bias(BiasGeometry(HEADS, SIDE * SIDE, causal=False, grid=(SIDE, SIDE)))
+        values = change.between(change.parameters, SIDE, SIDE)
+        return [(f"{given}, head {head + 1} of {HEADS}", values[head]) for head in (0, HEADS // 2, HEADS - 1)]
+    change = scheme.rotary(RotaryGeometry({}, SIDE * SIDE, HEAD_DIM, HEAD_DIM, None, heads=HEADS))
+    offset = torch.arange(1 - SIDE, SIDE)
+    away = torch.stack(torch.meshgrid(offset, offset, indexing="ij"), -1).double()
+    if change.frequencies.dim() == 2:
+        return [("kind=axial, every head", (away @ change.frequencies.double()).cos().mean(-1))]
+    return [
+        (f"{given}, head {head + 1} of {HEADS}", (away @ change.frequencies[head].double()).cos().mean(-1))
+        for head in (0, HEADS // 2, HEADS - 1)
+    ]
 
 
 def _short(label: str) -> str:
@@ -237,6 +278,38 @@ def _trained_table() -> Tensor:
     cycles = torch.linspace(8, 0.5, WIDTH)
     turns = torch.arange(ROWS)[:, None] / ROWS * cycles + phase
     return 0.05 * ((2 * torch.pi * turns).sin() + 0.1 * noise)
+
+
+# --- tables of patches: how alike the vector of one patch is to all others (An Image is Worth 16x16 Words, fig. 7)
+
+SIDE = 8  # patches of the picture, along each side; twice that after the swap
+
+
+def _draw_maps(variants: list[Scheme]) -> Any:
+    rows, columns = torch.arange(SIDE * SIDE) // SIDE, torch.arange(SIDE * SIDE) % SIDE
+    waves = _trained_table()[: 4 * SIDE : 4]
+    table = torch.cat([waves[rows, : WIDTH // 2], waves[columns, : WIDTH // 2]], dim=1)
+    site = EmbedGeometry(
+        WIDTH, len(table), table, lambda: table.square().mean().sqrt().item(), (SIDE, SIDE), (2 * SIDE, 2 * SIDE)
+    )
+    figure, axes = _axes(1 + len(variants), 2.4 * (1 + len(variants)) + 0.8)
+    drawn = [("before", table, SIDE)]
+    for scheme in variants:
+        given = ", ".join(f"{k}={v}" for k, v in scheme.given().items())
+        change = scheme.embed(site)
+        drawn.append((given or "by default", change.vectors(torch.arange(change.length)), 2 * SIDE))
+    for axis, (label, vectors, side) in zip(axes, drawn, strict=True):
+        image = axis.imshow(similarity(vectors, side, side // 4, side // 4), cmap="gray", vmin=-1, vmax=1)
+        axis.set_title(label, fontsize=9)
+        axis.set(xlabel="column", ylabel="row")
+    figure.colorbar(image, ax=list(axes), shrink=0.8, label=f"cosine with the patch at {side // 4}, {side // 4}")
+    return figure
+
+
+def similarity(vectors: Tensor, columns: int, row: int, column: int) -> Tensor:
+    """(h, w): cosines of the vectors (h * w, E) of all patches with that of one."""
+    unit = torch.nn.functional.normalize(vectors.double(), dim=-1)
+    return (unit @ unit[row * columns + column]).reshape(-1, columns)
 
 
 def draw_all(folder: Path, report: Callable[[str], None] = print) -> list[Path]:

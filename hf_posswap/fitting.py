@@ -30,8 +30,8 @@ from .attention import ATTRIBUTE, Attached, stock
 from .edits import Hook, Journal, Replace
 from .errors import PosSwapError, nearest
 from .parts import exchange_rotation
-from .planning.attention import is_causal, trained_length
-from .planning.plan import Plan
+from .planning.attention import is_causal
+from .planning.plan import Plan, trained_length
 from .profile import Fit, Tally
 from .quiet import quiet
 from .record import FIT

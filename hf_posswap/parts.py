@@ -104,6 +104,29 @@ def add_positions(
     return with_argument(names, args, kwargs, "hidden_states", moved)
 
 
+def embed_with_positions(
+    module: nn.Module, args: tuple, kwargs: dict, *, names: tuple[str, ...], vectors: Callable[[Tensor], Tensor]
+) -> tuple[tuple, dict]:
+    """Hand a stack whose layers know no positions the embeddings of its tokens with position vectors added, (B, S, E).
+
+    The real tokens of each row are numbered from 0 by the padding mask, where there is one, unless the caller does it.
+    """
+    call = given(names, args, kwargs)
+    inputs, mask, positions = (call.get(name) for name in ("inputs_embeds", "attention_mask", "position_ids"))
+    inputs = module.get_input_embeddings()(call["input_ids"]) if inputs is None else inputs
+    length = inputs.shape[1]
+    if positions is not None:
+        positions = positions.expand(inputs.shape[:2])
+    elif isinstance(mask, Tensor) and mask.dim() == 2:
+        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, mask.shape[1] - length :]
+    else:
+        cache = call.get("past_key_values")
+        positions = torch.arange(length, device=inputs.device)[None] + (0 if cache is None else cache.get_seq_length())
+    moved = inputs + vectors(positions).to(inputs.dtype)
+    args, kwargs = with_argument(names, args, kwargs, "input_ids", None)
+    return with_argument(names, args, kwargs, "inputs_embeds", moved)
+
+
 def positions_from_mask(module: nn.Module, args: tuple, kwargs: dict, *, names: tuple[str, ...]) -> tuple[tuple, dict]:
     """Number the real tokens of each row from 0 where the caller gave a padding mask (B, S) and no position_ids.
 
@@ -215,7 +238,7 @@ def without_positions(
         zeros = torch.zeros_like(call[argument])
     else:
         inputs = call["inputs_embeds"] if call.get("input_ids") is None else call["input_ids"]
-        zeros = torch.zeros(1, inputs.shape[1], dtype=torch.long, device=inputs.device)
+        zeros = torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
     if "token_type_ids" in module._buffers and call.get("token_type_ids") is None:
         inputs = call["inputs_embeds"] if call.get("input_ids") is None else call["input_ids"]
         types = torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)

@@ -11,12 +11,15 @@ from typing import Any
 
 from torch import nn
 
-from .anatomy import Anatomy, examine, kind
+from .anatomy import Anatomy, BiasTable, examine, kind, text_config
 from .edits import ABSENT, Journal, Replace
 from .errors import PosSwapError, RecalibrationWarning
+from .pictures import Picture
 from .planning import plan
+from .planning.images import chosen_ndim
 from .planning.layers import chosen_layers
 from .planning.limits import limit_edits
+from .planning.picture import form_edits
 from .planning.plan import Plan
 from .planning.rotary import keep_dtype, pairing_edits, rotary_edits, rotary_geometry, scaled_layer_types
 from .record import KEY, PORTABLE, Record, config_values, owner_of
@@ -50,7 +53,13 @@ def patch_model(
     stack: str | None = None,
     relative_bias: str | None = None,
     spatial_bias: str | None = None,
+    ndim: int | None = None,
     fit: Iterable[Any] | None = None,
+    image_size: int | Sequence[int] | None = None,
+    patch_size: int | Sequence[int] | None = None,
+    num_frames: int | None = None,
+    num_channels: int | None = None,
+    patch_form: str | None = None,
     **params: Any,
 ) -> Any:
     """Swap the way a model knows where a token is, in place, and return the same model.
@@ -61,15 +70,23 @@ def patch_model(
         tokenizer, processor: their limits (tokens, pixels) are updated with the model's.
         dry_run: return the Plan, which prints itself, and change nothing.
         stack: of an encoder-decoder model, the `encoder` or the `decoder` alone; both where None or `both`.
-        relative_bias: `keep` or `silence` a learned bias per distance in tokens (T5, MPNet, LayoutLMv2 and v3, UDOP);
-            None: as the scheme says, which leaves it alone where it replaces something else like for like, and
-            silences it otherwise.
+        relative_bias: `keep` or `silence` a learned bias per distance in tokens (T5, MPNet, LayoutLMv2 and v3, UDOP) or
+            in patches (BEiT); None: as the scheme says, which leaves it alone where it replaces something else like for
+            like, and silences it otherwise.
         spatial_bias: `keep` (also None) or `silence` a document model's bias of distances on the page.
         layers: indices of the layers that take the scheme; the others keep the positions they have. None: all.
+        ndim: 1 lets a scheme of one dimension number the patches of an image model row by row; None (or 2) asks for a
+            scheme of two there.
         fit: calibration text, an iterable of batches: (batch, sequence) token ids, dicts of a model's inputs, or with
             tokenizer= strings (cut into rows of the trained length). The model is run on it before anything is
             changed, and the scheme's learned parameters are chosen so that they do what the old positions did;
             `describe` says how well.
+        image_size, patch_size: what an image model reads from now on, in pixels: one number or (height, width).
+            Kernels of patches are resized by FlexiViT's pseudo-inverse. A tubelet has (frames, height, width).
+        num_frames: of a video.
+        num_channels: of a pixel; kernels keep what they make of grey.
+        patch_form: how patches are embedded, `linear` (one product of matrices) or `convolution`: the same numbers to
+            rounding. A stock transformers that loads the checkpoint computes in its own form.
         params: the scheme's own parameters, under transformers' names.
 
     Raises:
@@ -81,19 +98,29 @@ def patch_model(
     of use.
     """
     scheme = make_scheme(scheme, params)
+    picture = Picture.asked(
+        image_size=image_size,
+        patch_size=patch_size,
+        num_frames=num_frames,
+        num_channels=num_channels,
+        patch_form=patch_form,
+    )
     if fit is not None:
         from .fitting import fit_plan, refuse_unfittable  # imports transformers' modeling code, seconds of it
 
         refuse_unfittable(scheme)
     biases = {name: value for name, value in ((RELATIVE, relative_bias), (SPATIAL, spatial_bias)) if value is not None}
     patch = patch_of(model)
-    if patch is not None and fit is None and carries(model, scheme, layers, stack, biases) and not dry_run:
-        _swap_limits(model, patch, limit_edits(model, _text(model), patch.record.length, tokenizer, processor))
+    asked_for = {"layers": layers, "stack": stack, "biases": biases, "ndim": ndim, "picture": picture}
+    if patch is not None and fit is None and carries(model, scheme, **asked_for) and not dry_run:
+        done = patch.record
+        limits = limit_edits(model, text_config(model), done.length, tokenizer, processor, done.original)
+        _swap_limits(model, patch, limits)
         return model
     if patch is not None:
         _revert(model, patch)
     try:
-        new = plan(model, scheme, tokenizer, processor, layers=layers, stack=stack, biases=biases)
+        new = plan(model, scheme, tokenizer, processor, **asked_for)
         if fit is not None:
             fit_plan(new, fit, tokenizer)
         if not dry_run:
@@ -115,14 +142,18 @@ def carries(
     layers: Sequence[int] | None,
     stack: str | None = None,
     biases: Mapping[str, str] | None = None,
+    ndim: int | None = None,
+    picture: Picture | None = None,
 ) -> bool:
     """Whether a model's record is of this very swap."""
     record, anatomy = record_of(model), examine(model).within(stack, biases)
     chosen = chosen_layers(anatomy, layers)
-    if record is not None and (record.stack != anatomy.stack or record.biases != anatomy.biases):
+    if record is None or (record.stack, record.biases) != (anatomy.stack, anatomy.biases):
         return False
-    asked = None if chosen is None else list(chosen)
-    return record is not None and scheme_of(record) == scheme and record.layers == asked
+    if record.ndim != chosen_ndim(anatomy, scheme, ndim):
+        return False
+    asked = None if chosen is None else list(chosen), None if picture is None else picture.given()
+    return scheme_of(record) == scheme and (record.layers, record.picture) == asked
 
 
 def unpatch_model(model: nn.Module, *, tokenizer: Any = None, processor: Any = None) -> Any:
@@ -199,6 +230,9 @@ def adopt(model: nn.Module, record: Record) -> Patch:
     if ROTARY in replaced:
         for module in anatomy.rotary.modules.values():
             keep_dtype(module).swap()
+    for table in anatomy.tables if record.picture is not None else ():
+        for edit in form_edits(anatomy, table, record.picture.get("patch_form")):
+            edit.swap()
     save_edit(model, None).swap()
     patch = Patch(record, None)
     setattr(model, ATTRIBUTE, patch)
@@ -217,17 +251,17 @@ def _replaced_sites(anatomy: Anatomy, record: Record) -> frozenset[str]:
     neither have sinusoids that are computed.
     """
     scheme, native = scheme_of(record), anatomy.sites
-    if record.layers is not None:
-        return frozenset()
-    replaced = frozenset() if scheme.stacks else (scheme.sites & native) - scheme.sites_in_attention(native)
-    replaced |= scheme.silences(native, record.biases.get(RELATIVE))
+    replaced = frozenset() if record.picture is None else frozenset({EMBED})
+    if record.layers is None:
+        replaced |= scheme.silences(native, record.biases.get(RELATIVE))
+        replaced |= frozenset() if scheme.stacks else (scheme.sites & native) - scheme.sites_in_attention(native)
     numbers = {EMBED: anatomy.tables, BIAS: anatomy.bias is not None and anatomy.bias.tables, ROTARY: True}
     lost = frozenset(site for site in replaced if numbers[site])
     return lost | {BIAS} if silent_biases(anatomy, record) else lost
 
 
-def silent_biases(anatomy: Anatomy, record: Record) -> list[nn.Module]:
-    """The modules of biases, in tokens and on the page, that a recorded swap silenced."""
+def silent_biases(anatomy: Anatomy, record: Record) -> list[BiasTable]:
+    """The tables of biases, in tokens and on the page, that a recorded swap silenced."""
     silenced = scheme_of(record).silences(anatomy.sites, record.biases.get(RELATIVE))
     found = list(anatomy.bias.tables.values()) if BIAS in silenced and anatomy.bias is not None else []
     spatial = anatomy.page.spatial if record.biases.get(SPATIAL) == SILENCE else {}
@@ -287,7 +321,3 @@ def _reapply(model: nn.Module, patch: Patch | None) -> None:
 def _swap_limits(model: nn.Module, patch: Patch, edits: list[Replace]) -> None:
     Journal(edits).apply()
     patch.outside.edits += edits
-
-
-def _text(model: nn.Module) -> Any:
-    return model.config.get_text_config()

@@ -17,7 +17,7 @@ from .edits import Journal
 from .errors import PosSwapError
 from .planning.plan import Plan
 from .record import FOREIGN_ATTENTION, KEY, PORTABLE, Record
-from .saving import HUB, Travel, save_edit, unswapped
+from .saving import HUB, Travel, is_of_picture, save_edit, unswapped
 from .scheme import Scheme, from_params
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def rebuild(
     """Plan a recorded swap again, on a model that was just loaded without it."""
     new = Plan.of(anatomy, scheme, recalled=record)
     new.follow(steps)
+    new.original |= {path: value for path, value in record.original.items() if is_of_picture(path)}  # loaded so
     if new.storage != PORTABLE or new.original.keys() != record.original.keys():
         raise PosSwapError(f"{KEY} in the config does not describe this model's {record.scheme!r} swap")
     new.finish()
@@ -44,26 +45,32 @@ def rebuild(
 
 
 def load_added(model: PreTrainedModel, path: str | os.PathLike, **hub: Any) -> None:
-    """Fill the parameters that a swap added; transformers, which loads the model first, knows nothing of them."""
+    """Fill the parameters that a swap added; transformers, which loads the model first, knows nothing of them.
+
+    It renames what it saves, for some families, and so does it with them.
+    """
     from safetensors import safe_open
+    from transformers.core_model_loading import revert_weight_conversion
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-    added = {name: parameter for name, parameter in model.named_parameters() if KEY in name.split(".")}
+    live = {name: parameter for name, parameter in model.named_parameters() if KEY in name.split(".")}
+    added = {saved: p for name, p in live.items() for saved in revert_weight_conversion(model, {name: p})}
     if not added:
         return
     index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **hub)
-    if index is None:
-        shards = dict.fromkeys(added, SAFE_WEIGHTS_NAME)
-    else:
+    shards = {SAFE_WEIGHTS_NAME}
+    if index is not None:
         with open(index, encoding="utf-8") as file:
-            shards = json.load(file)["weight_map"]
-    missing = sorted(added.keys() - shards.keys())
-    if missing:
-        raise PosSwapError(f"{path} lacks {missing[0]}, a parameter that the recorded swap added")
-    for shard in sorted({shards[name] for name in added}):
+            shards = {shard for name, shard in json.load(file)["weight_map"].items() if name in added}
+    filled = set()
+    for shard in sorted(shards):
         with safe_open(cached_file(path, shard, **hub), framework="pt") as weights:
             for name in sorted(weights.keys() & added.keys()):
                 added[name].data.copy_(weights.get_tensor(name))
+                filled.add(name)
+    missing = sorted(added.keys() - filled)
+    if missing:
+        raise PosSwapError(f"{path} lacks {missing[0]}, a parameter that the recorded swap added")
 
 
 class Portable:

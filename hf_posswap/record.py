@@ -16,6 +16,7 @@ VERSION = 1  # hf_posswap 0.N is the first to write version N
 DIGEST = "digest"
 FIT = "fit"  # in `measured`: how well parameters fit that were chosen on text, see `profile.Fit`
 NATIVE, PORTABLE = "native", "portable"
+SPARED = frozenset({"stack", "biases", "ndim", "picture"})  # not written where they say nothing, as in older records
 
 # Stands where a rope_type would in a portable checkpoint: stock transformers stops at it instead of loading a
 # model whose rotation this package had silenced.
@@ -24,7 +25,6 @@ FOREIGN_ROPE_TYPE = "hf_posswap"
 # The same where the rotation stays: in a saved config transformers reads this key as the attention backend to use.
 ATTENTION_KEY, FOREIGN_ATTENTION = "attn_implementation", "hf_posswap"
 
-OPTIONAL = frozenset({"stack", "biases"})  # keys that are not written where they say nothing
 DECISIONS = frozenset((bias, decision) for bias in (RELATIVE, SPATIAL) for decision in (KEEP, SILENCE))
 
 
@@ -37,8 +37,10 @@ class Record:
     model at the swap, needed again at a reload, or told by `describe` (FIT). source: the un-patched model's name.
     layers: indices of the layers that take the scheme, None for all. stack: `encoder` or `decoder` where one takes it,
     None (not written) for all there is. biases: what was decided of the model's own, RELATIVE and SPATIAL, where it was
-    (not written where nothing was). Written with a digest: a record that was damaged, or edited by hand, describes
-    another model than the one it lies with.
+    (not written where nothing was). ndim: 1 where the patches of an image are numbered row by row, else None (not
+    written). picture: what an image model reads from now on, as `pictures.Picture` has it, None (not written) for what
+    it read before. Written with a digest: a record that was damaged, or edited by hand, describes another model than
+    the one it lies with.
     """
 
     scheme: str
@@ -51,13 +53,12 @@ class Record:
     layers: list[int] | None = None
     stack: str | None = None
     biases: dict[str, str] = field(default_factory=dict)
+    ndim: int | None = None
+    picture: dict[str, Any] | None = None
     version: int = VERSION
 
     def to_dict(self) -> dict[str, Any]:
-        data = asdict(self)
-        for key in OPTIONAL:
-            if not data[key]:
-                del data[key]
+        data = {key: value for key, value in asdict(self).items() if key not in SPARED or value not in (None, {})}
         return data | {DIGEST: digest(data)}
 
     @staticmethod
@@ -75,12 +76,12 @@ class Record:
         for key in data:
             if key not in known:
                 raise PosSwapError(f"{KEY}.{key} in the config is unknown; {nearest(key, known)}")
-        missing = known - data.keys() - OPTIONAL
+        missing = known - data.keys() - SPARED
         if missing:
             raise PosSwapError(f"{KEY} in the config lacks {sorted(missing)}")
         types = {"scheme": str, "params": dict, "storage": str, "length": int, "version": int, "source": str}
         for key, expected in (types | {"original": dict, "measured": dict, "biases": dict}).items():
-            if key in OPTIONAL and key not in data:
+            if key in SPARED and key not in data:
                 continue
             if not isinstance(data[key], expected) or isinstance(data[key], bool):
                 raise PosSwapError(f"{KEY}.{key}={data[key]!r} in the config is not a {expected.__name__}")
@@ -91,6 +92,10 @@ class Record:
             raise PosSwapError(f"{KEY}.stack={data['stack']!r}; {nearest(data['stack'], ('encoder', 'decoder'))}")
         if any((key, value) not in DECISIONS for key, value in data.get("biases", {}).items()):
             raise PosSwapError(f"{KEY}.biases={data['biases']!r} in the config is not understood")
+        if data.get("ndim") not in (None, 1) or isinstance(data.get("ndim"), bool):
+            raise PosSwapError(f"{KEY}.ndim={data['ndim']!r} in the config is not 1")
+        if not isinstance(data.get("picture"), (dict, type(None))):
+            raise PosSwapError(f"{KEY}.picture={data['picture']!r} in the config is not a dict")
         if data["storage"] not in (NATIVE, PORTABLE):
             raise PosSwapError(f"{KEY}.storage={data['storage']!r}; {nearest(data['storage'], (NATIVE, PORTABLE))}")
         given = data[DIGEST]

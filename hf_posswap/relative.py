@@ -55,6 +55,14 @@ def spread(values: Tensor, queries: int, keys: int) -> Tensor:
     return windows.flip(-2)
 
 
+def spread_grid(values: Tensor, rows: int, columns: int) -> Tensor:
+    """(H, 2 rows - 1, 2 columns - 1) values by (rows, columns) from query to key -> (H, Q, K), patches row by row."""
+    heads, height, width = values.shape
+    strides = (height * width, width, 1, width, 1)
+    windows = values.contiguous().as_strided((heads, rows, columns, rows, columns), strides)
+    return windows.flip(1, 2).flatten(3).flatten(1, 2)
+
+
 def exact_parts(values: Tensor, dtype: torch.dtype, count: int) -> list[Tensor]:
     """Up to `count` tensors of `dtype` whose sum is `values` (float32). bf16 keeps 8 bits, so three make a float32.
 

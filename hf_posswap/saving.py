@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .edits import ABSENT, Replace
 from .errors import PosSwapError
+from .pictures import CONFIG_KEYS
 from .record import KEY, Record, config_values, owner_of
 from .runs import can_replace, replacing, replacing_folder
 
@@ -96,11 +97,15 @@ def is_not_weights(name: str) -> bool:
 
 
 def unswapped(data: dict[str, Any], record: Record) -> dict[str, Any]:
-    """The dict of a config as it was before the recorded swap. Raises PosSwapError where the record does not fit."""
+    """The dict of a config as it was before the recorded swap, but for what an image model reads: the weights in the
+    checkpoint are of that size. Raises PosSwapError where the record does not fit.
+    """
     before = {key: value for key, value in data.items() if key not in (KEY, GUARD_KEY)}
     if all(str(name).rpartition("--")[2].startswith(f"{CODE}.") for name in before.get("auto_map", {}).values()):
         before.pop("auto_map", None)  # read from the hub, every name has the repository and `--` before it
     for path, value in config_values(record.original):
+        if is_of_picture(path):
+            continue
         try:
             holder, name = owner_of(before, path)
             if value == ABSENT:
@@ -110,3 +115,8 @@ def unswapped(data: dict[str, Any], record: Record) -> dict[str, Any]:
         except (KeyError, TypeError, AttributeError) as error:
             raise PosSwapError(f"{KEY}.original names {path!r}, which this config does not have") from error
     return before
+
+
+def is_of_picture(path: str) -> bool:
+    """Whether a key of a config, by its dotted path, says what an image model reads."""
+    return path.rpartition(".")[2] in CONFIG_KEYS

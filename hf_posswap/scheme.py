@@ -36,7 +36,8 @@ class Scheme:
     the model must be recalibrated. `trainable`: what it puts into a model's own table takes gradients; of any
     other scheme it is frozen. `stacks`: it joins what the model has; nothing is silenced. `in_attention`: a rotary
     scheme that the models' own rotary modules cannot carry. `learns`: the parameters it adds to a model, in words.
-    `fits`: text can choose them (`fit=`); `fits_with`: what to give instead, or beside it, where it cannot.
+    `fits`: text can choose them (`fit=`); `fits_with`: what to give instead, or beside it, where it cannot. `ndim`: of
+    the places that it speaks of inside attention, 1 (tokens in a row) or 2 (rows and columns); 0: it speaks of none.
     """
 
     name: ClassVar[str]
@@ -49,6 +50,7 @@ class Scheme:
     learns: ClassVar[str] = ""
     fits: ClassVar[bool] = False
     fits_with: ClassVar[str] = ""
+    ndim: ClassVar[int] = 1
 
     def rotary(self, site: RotaryGeometry) -> RotaryChange:
         raise NotImplementedError(f"{self.name} puts nothing at the rotary site")
@@ -181,11 +183,16 @@ def scheme_of(record: Record) -> Scheme:
     return make_scheme(record.scheme, record.params)
 
 
-def named(scheme: Scheme, layers: Sequence[int] | None) -> str:
-    """A scheme with its parameters and, where it is not in all layers, which ones."""
-    return f"{scheme}" if layers is None else f"{scheme} in layers {', '.join(map(str, layers))}"
+def named(scheme: Scheme, layers: Sequence[int] | None, ndim: int | None = None, picture: Any = None) -> str:
+    """A scheme with its parameters and, where it is not in all layers, which ones; how it numbers patches, and what the
+    model reads.
+    """
+    rows = "" if ndim is None else ", row by row"
+    where = "" if layers is None else f" in layers {', '.join(map(str, layers))}"
+    return f"{scheme}{rows}{where}" + (f" at {picture}" if picture else "")
 
 
 def name_of(record: Record) -> str:
     """What a record says was swapped in, for people."""
-    return named(scheme_of(record), record.layers)
+    read = ", ".join(f"{key}={value}" for key, value in (record.picture or {}).items())
+    return named(scheme_of(record), record.layers, record.ndim, read)

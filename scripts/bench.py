@@ -83,6 +83,20 @@ def main() -> None:
             )
             for scheme in ("rope", "xpos")
         ],
+        *[
+            (
+                f"{what} embedded, linear : convolution",
+                "ratio",
+                None,
+                partial(patch_forms, kernel=kernel, pixels=pixels, width=width),
+            )
+            for what, kernel, pixels, width in (
+                ("8 pictures in patches of 16, width 768,", (16, 16), (8, 3, 224, 224), 768),
+                ("8 pictures in patches of 4, width 768,", (4, 4), (8, 3, 64, 64), 768),
+                ("8 pictures in patches of 4, width 192,", (4, 4), (8, 3, 64, 64), 192),
+                ("a video in tubelets of 2 x 16 x 16, width 768,", (2, 16, 16), (1, 3, 16, 224, 224), 768),
+            )
+        ],
         ("graphs compiled anew when the length changes", "", 0, recompiles),
         ("a step of training, finetune : HF Trainer", "ratio", 1.00, training),
     ]
@@ -332,6 +346,22 @@ def turned(pairs: int, family: str, scheme: str, cached: bool) -> float:
             caches[model].crop(-4)
 
         return ratio(lambda: step(patched), lambda: step(plain), pairs)
+
+
+def patch_forms(pairs: int, kernel: tuple[int, ...], pixels: tuple[int, ...], width: int) -> float:
+    """A patch embedding by one product of matrices, over that by a convolution; forward only."""
+    import copy
+
+    import torch
+    from torch import nn
+
+    from hf_posswap.patches import linear_form
+
+    convolution = {2: nn.Conv2d, 3: nn.Conv3d}[len(kernel)](3, width, kernel, kernel)
+    linear, seen = copy.deepcopy(convolution), torch.randn(pixels)
+    linear_form(linear).swap()
+    with torch.no_grad():
+        return ratio(lambda: linear(seen), lambda: convolution(seen), max(2, pairs // 2))
 
 
 def recompiles(pairs: int) -> float:

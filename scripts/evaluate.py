@@ -6,8 +6,8 @@ python scripts/evaluate.py --model out/base --scheme yarn --scheme linear --fact
     --curve 16 --retrieval passkey multikey --diagnostics 4 --eval_dir texts --output_dir out/evaluation
 
 Causal models: perplexity, and what is asked for beside it. Masked models and text encoders: pseudo-perplexity, a
-sentence found, short texts. Image models: features by size (--image_dir, --lengths in pixels). An interrupted run goes
-on where it was when it is started again. Several processes:
+sentence found, short texts. Image models: features, and right classes, by size (--image_dir, --lengths in pixels). An
+interrupted run goes on where it was when it is started again. Several processes:
 ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 scripts/evaluate.py ...
 """
 
@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_posswap.arguments import parse, run, scheme_arguments, schemes_from
+from hf_posswap.arguments import PictureArguments, parse, run, scheme_arguments, schemes_from
 from hf_posswap.errors import PosSwapError, nearest
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -102,12 +102,12 @@ class More:
     num_fewshot: int | None = option("Examples before each request of a task.")
     download: bool = option("Tasks may fetch their data; offline otherwise.", False)
     mask_targets: int = option("Tokens that a masked model predicts, one by one.", 64)
-    image_dir: str | None = option("Folder of pictures, for image models.")
+    image_dir: str | None = option("Folder of pictures, for image models; a subfolder for each class, for classifiers.")
     seed: int = option("Of the prompts and tasks.", 0)
 
 
-def load(flag: str, path: str, dtype: str, scheme: Any = None) -> Any:
-    """Any checkpoint, patched or not; patched here with `scheme`."""
+def load(flag: str, path: str, dtype: str, scheme: Any = None, **picture: Any) -> Any:
+    """Any checkpoint, patched or not; patched here with `scheme`, of a picture as `patch_model` takes it."""
     from hf_posswap import from_pretrained, patch_model
 
     try:
@@ -115,11 +115,11 @@ def load(flag: str, path: str, dtype: str, scheme: Any = None) -> Any:
     except OSError as error:
         reason = str(error).split("\n")[0]
         raise PosSwapError(f"no model can be loaded from --{flag}={path!r}: {reason}") from error
-    return model if scheme is None else patch_model(model, scheme)
+    return model if scheme is None else patch_model(model, scheme, **picture)
 
 
-def entries_of(models: Models, schemes: list[Any]) -> list[Any]:
-    """Every model of the comparison, the unpatched ones first; a scheme is put on each of those."""
+def entries_of(models: Models, schemes: list[Any], picture: dict[str, Any]) -> list[Any]:
+    """Every model of the comparison, the unpatched ones first; a scheme is put on each of those, with the picture."""
     from hf_posswap.evaluation.compare import Entry
     from hf_posswap.evaluation.subjects import scheme_name
 
@@ -138,15 +138,24 @@ def entries_of(models: Models, schemes: list[Any]) -> list[Any]:
         for scheme in schemes:
             name = str(scheme).removesuffix("()")
             name = name if alone else f"{named[path]}: {name}"
-            found.append(Entry(name, partial(load, flag, path, models.dtype, scheme), named[path]))
+            found.append(Entry(name, partial(load, flag, path, models.dtype, scheme, **picture), named[path]))
     return found
 
 
 def main() -> None:
-    models, data, chosen, evaluation, more, scheme = parse(
-        Models, Data, Protocol, Evaluation, More, scheme_arguments(several=True), description=__doc__.split("\n")[0]
+    models, data, chosen, evaluation, more, picture, scheme = parse(
+        Models,
+        Data,
+        Protocol,
+        Evaluation,
+        More,
+        PictureArguments,
+        scheme_arguments(several=True),
+        description=__doc__.split("\n")[0],
     )
-    schemes = schemes_from(scheme)
+    schemes, picture = schemes_from(scheme), picture.given()
+    if picture and not schemes:
+        raise PosSwapError(f"--{next(iter(picture))} was given without --scheme")
     if models.dtype not in DTYPES:
         raise PosSwapError(f"--dtype={models.dtype!r} is unknown; {nearest(models.dtype, DTYPES)}")
     if not schemes and models.base is None:
@@ -164,7 +173,8 @@ def main() -> None:
     with processes() as device:
         work = package.Work(Path(evaluation.output_dir) / JOURNAL, progress=True)
         device = models.device or device
-        report = measure(models, data, evaluation, more, schemes, parameters, device, work)
+        entries = entries_of(models, schemes, picture)
+        report = measure(models, data, evaluation, more, entries, parameters, device, work)
         if work.main:
             paths = package.write_report(report, evaluation.output_dir)
             work.forget()
@@ -177,7 +187,7 @@ def measure(
     data: Data,
     evaluation: Evaluation,
     more: More,
-    schemes: list[Any],
+    entries: list[Any],
     parameters: dict[str, Any],
     device: str,
     work: Any,
@@ -189,7 +199,6 @@ def measure(
 
     if more.image_dir is None:
         texts, source = package.read_texts(**vars(data))
-    entries = entries_of(models, schemes)
     kind = kind_of(entries[0].load())
     common = {"device": device, "work": work}
     if (kind == IMAGE) != (more.image_dir is not None):
@@ -197,13 +206,14 @@ def measure(
     if kind == IMAGE:
         from transformers import AutoImageProcessor
 
-        from hf_posswap.evaluation.images import read_images
+        from hf_posswap.evaluation.images import read_images, read_labels
         from hf_posswap.record import published
 
         where = models.tokenizer_name or models.base or models.model[0]
         pictures = read_images(more.image_dir, AutoImageProcessor.from_pretrained(where))
         source = {"image_dir": published(more.image_dir)}
-        return compare.compare_images(entries, pictures, evaluation.lengths, source=source, **common)
+        labels = read_labels(more.image_dir, entries[0].load().config.label2id)
+        return compare.compare_images(entries, pictures, evaluation.lengths, labels=labels, source=source, **common)
     tokenizer = tokenizer_of(models)
     tokens = package.tokenize(texts, tokenizer)
     common |= {
@@ -295,10 +305,11 @@ def tokenizer_of(models: Models) -> Any:
 def processes() -> Iterator[str]:
     """The device of this process, among those that `accelerate launch` started."""
     from accelerate import PartialState
+    from accelerate.utils import parse_flag_from_env
 
     from hf_posswap.runs import check_processes
 
-    state = PartialState()
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))  # which it does not read by itself
     check_processes(state.num_processes)
     try:
         yield str(state.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_posswap.arguments import parse, run, scheme_arguments, scheme_from
+from hf_posswap.arguments import PictureArguments, parse, run, scheme_arguments, scheme_from
 from hf_posswap.errors import PosSwapError
 
 
@@ -31,7 +31,9 @@ class PatchArguments:
 
 
 def main() -> None:
-    arguments, scheme = parse(PatchArguments, scheme_arguments(), description=__doc__.splitlines()[0])
+    arguments, picture, scheme = parse(
+        PatchArguments, PictureArguments, scheme_arguments(), description=__doc__.splitlines()[0]
+    )
     scheme = scheme_from(scheme)
     if scheme is None:
         raise PosSwapError("--scheme is missing: say what the positions are swapped for")
@@ -55,8 +57,8 @@ def main() -> None:
         model = from_pretrained(arguments.model, dtype="auto")
     except OSError as error:
         raise PosSwapError(f"--model={arguments.model!r} cannot be loaded: {str(error).splitlines()[0]}") from error
-    tokenizer = load_tokenizer(arguments.model)
-    given = {"tokenizer": tokenizer, "layers": arguments.layers, "fit": read(arguments.fit)}
+    reader = {"processor" if model.main_input_name == "pixel_values" else "tokenizer": load_reader(model)}
+    given = reader | {"layers": arguments.layers, "fit": read(arguments.fit), **picture.given()}
     if arguments.dry_run:
         print(patch_model(model, scheme, **given, dry_run=True))
         return
@@ -69,8 +71,8 @@ def main() -> None:
     if arguments.transformers_4:
         twins_of(model.config.to_dict())  # refused, where it is, before anything is written
     model.save_pretrained(arguments.output_dir)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(arguments.output_dir)
+    for saved in filter(None, reader.values()):
+        saved.save_pretrained(arguments.output_dir)
     if arguments.transformers_4:
         for_transformers_4(arguments.output_dir)
     write_card(arguments.output_dir)
@@ -85,14 +87,16 @@ def read(files: list[str] | None) -> list[str] | None:
         raise PosSwapError(f"--fit={files} cannot be read: {error}") from error
 
 
-def load_tokenizer(folder: str):
-    """The tokenizer beside the model; None where there is none, which is said."""
-    from transformers import AutoTokenizer
+def load_reader(model):
+    """The tokenizer, or the image processor, beside a model; None where there is none, which is said."""
+    from transformers import AutoImageProcessor, AutoTokenizer
 
+    folder, images = model.config.name_or_path, model.main_input_name == "pixel_values"
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return (AutoImageProcessor if images else AutoTokenizer).from_pretrained(folder)
     except (OSError, ValueError):
-        print(f"note: {folder} has no tokenizer; its length limit is left to you")
+        what = "image processor; its size" if images else "tokenizer; its length limit"
+        print(f"note: {folder} has no {what} is left to you")
         return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import transformers
@@ -45,6 +45,7 @@ LATENT = ROTARY | {
 PLAIN = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "pad_token_id", "bos_token_id", "eos_token_id")}
 FALCON = SIZES | {"num_kv_heads": 2}
 ENCODER = SIZES | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DISENTANGLED = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "type_vocab_size": 0}
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Family:
     of a first token. packs: position_ids that start again separate documents. layers_key: the layer count's key.
     pads: the sides on which a padded row stays as it is; image tokens count from the first token, padding or not.
     fused: this transformers lets it choose sdpa.
-    beside: settings of a config that nests the text stack's as `text_config`.
+    beside: settings of a config that nests the stack's as `nested`.
     """
 
     model: str
@@ -70,6 +71,7 @@ class Family:
     layers_key: str = "num_hidden_layers"
     vision: bool = False
     beside: dict | None = None
+    nested: str = "text_config"
 
     def build(self, layers: int = 2, seed: int = 0, **overrides: object) -> transformers.PreTrainedModel:
         torch.manual_seed(seed)
@@ -77,14 +79,14 @@ class Family:
         if "layer_types" in settings:
             settings["layer_types"] = settings["layer_types"][:layers]
         if self.beside is not None:
-            settings = {"text_config": settings} | self.beside
+            settings = {self.nested: settings} | self.beside
         config = getattr(transformers, self.config)(**settings)
         model = getattr(transformers, self.model)(config).eval()
-        for (
-            parameter
-        ) in model.parameters():  # the default 0.02 leaves attention so flat that a law could pass by rounding
-            if parameter.dim() > 1:
+        for parameter in model.parameters():
+            if parameter.dim() > 1:  # the default 0.02 leaves attention so flat that a law could pass by rounding
                 parameter.data.mul_(4.0)
+                if not parameter.any():  # tables of some families begin with zeros
+                    parameter.data.normal_(std=0.5)
         return model
 
 
@@ -104,6 +106,19 @@ def _roberta(model: str, config: str) -> Family:
 def _scaled(scaling: dict, length: int) -> Family:
     settings = {"rope_parameters": {"rope_theta": 1e4} | scaling, "max_position_embeddings": length}
     return Family("LlamaForCausalLM", "LlamaConfig", ROTARY | settings, True, packs=True)
+
+
+PATCHES = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "intermediate_size": 96, "image_size": 32}
+PATCHES |= {"patch_size": 8, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def _image(name: str, **settings: object) -> Family:
+    model, config = f"{name}ForImageClassification", f"{name}Config"
+    return Family(model, config, PATCHES | settings, False, positions=False, vision=True)
+
+
+def _tower(name: str) -> Family:
+    return replace(_image(name), beside={}, nested="vision_config")
 
 
 FAMILIES: dict[str, Family] = {
@@ -208,6 +223,32 @@ FAMILIES: dict[str, Family] = {
     "xlm_roberta": _roberta("XLMRobertaForMaskedLM", "XLMRobertaConfig"),
     "camembert": _roberta("CamembertForMaskedLM", "CamembertConfig"),
     "mpnet": _roberta("MPNetForMaskedLM", "MPNetConfig"),
+    # vectors of distances that meet q and k: beside a table; alone, in buckets, normalised, projected as q and k are
+    "deberta": Family("DebertaForMaskedLM", "DebertaConfig", ENCODER | DISENTANGLED, False),
+    "deberta_v2": Family(
+        "DebertaV2ForMaskedLM",
+        "DebertaV2Config",
+        ENCODER
+        | DISENTANGLED
+        | {"position_biased_input": False, "position_buckets": 8, "norm_rel_ebd": "layer_norm", "share_att_key": True},
+        False,
+    ),
+    "squeezebert": Family("SqueezeBertForMaskedLM", "SqueezeBertConfig", ENCODER | {"embedding_size": WIDTH}, False),
+    "xlm": Family(
+        "XLMWithLMHeadModel",
+        "XLMConfig",
+        {"vocab_size": VOCAB, "emb_dim": WIDTH, "n_heads": HEADS, "max_position_embeddings": LENGTH, "dropout": 0.0}
+        | {"attention_dropout": 0.0, "pad_token_id": PAD, "pad_index": PAD, "n_langs": 1},
+        False,
+        layers_key="n_layers",
+    ),
+    "roformer": Family("RoFormerForMaskedLM", "RoFormerConfig", ENCODER, False, positions=False),
+    "gptj": Family(
+        "GPTJForCausalLM",
+        "GPTJConfig",
+        PLAIN | {"n_head": HEADS, "n_positions": LENGTH, "rotary_dim": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+        True,
+    ),
     "gpt2": Family(
         "GPT2LMHeadModel",
         "GPT2Config",
@@ -259,15 +300,16 @@ FAMILIES: dict[str, Family] = {
     ),
     "lilt": _document("Lilt", OFFSET | {"hidden_size": 96}, first=PAD + 1),
     "bros": _document("Bros", {}),
-    "vit": Family(
-        "ViTForImageClassification",
-        "ViTConfig",
-        {"hidden_size": WIDTH, "num_attention_heads": HEADS, "intermediate_size": 96, "image_size": 32, "patch_size": 8}
-        | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-        False,
-        positions=False,
-        vision=True,
-    ),
+    "vit": _image("ViT"),
+    "deit": _image("DeiT"),
+    "dinov2": _image("Dinov2"),
+    "dinov2_registers": _image("Dinov2WithRegisters"),
+    "beit_bias": _image("Beit", use_relative_position_bias=True),
+    "beit_shared": _image("Beit", use_shared_relative_position_bias=True, use_absolute_position_embeddings=True),
+    "beit": _image("Beit", use_absolute_position_embeddings=True),
+    "ijepa": _image("IJepa"),
+    "clip": _tower("CLIP"),
+    "siglip": _tower("Siglip"),
 }
 
 
@@ -276,9 +318,9 @@ def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(4, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def pixels(size: int | tuple[int, int], seed: int = 0) -> torch.Tensor:
+def pixels(size: int | tuple[int, int], channels: int = 3, seed: int = 0) -> torch.Tensor:
     height, width = size if isinstance(size, tuple) else (size, size)
-    return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(2, channels, height, width, generator=torch.Generator().manual_seed(seed))
 
 
 FRACTIONS = ("bros", "udop")  # model types whose boxes are parts of the page, not thousandths

@@ -23,6 +23,7 @@ SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_atte
 SIZES = {
     "llama": SMALL | {"num_key_value_heads": 1},
     "bert": SMALL,
+    "vit": {key: SMALL[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads")},
 }
 # where the first row of a scheme is of a model, or of a size, that does not suit
 PARAMS = {"longrope": {"factor": 4, "long_factor": (1.0, 1.5, 2.0, 4.0)}}

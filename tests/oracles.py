@@ -174,3 +174,49 @@ def hierarchical(table: np.ndarray, length: int) -> np.ndarray:
     u = [table[0]]
     u += [(p - a * u[0]) / (1 - a) for p in table[1:]]
     return np.array([a * u[j // rows] + (1 - a) * u[j % rows] for j in range(length)])
+
+
+def sincos2d(height: int, width: int, dim: int, convention: str) -> np.ndarray:
+    """(height * width, dim): in complex numbers and one patch at a time. A unit vector turns from patch to patch;
+    big_vision's slowest turns by exactly 1 / 10000, in the others that would be the next one after the last.
+    """
+    count = dim // 4
+    last = count - 1 if convention == "big_vision" else count
+    turns = np.exp(1j * np.geomspace(1.0, 1e-4, last + 1)[:count])  # by one patch
+    table = np.empty((height * width, dim))
+    for row in range(height):
+        for column in range(width):
+            first, second = (row, column) if convention == "moco" else (column, row)
+            waves = [turns**place for place in (first, second)]
+            table[row * width + column] = np.concatenate([part for z in waves for part in (z.imag, z.real)])
+    return table
+
+
+def resampled(image: np.ndarray, size: int, mode: str, antialias: bool) -> np.ndarray:
+    """(n, ...) -> (size, ...): a weighted mean of the old rows for each new one, the kernels written out (Keys 1981:
+    a = -0.75, with antialias -0.5, as Pillow has it); rows beyond the edge as torch takes them: the edge repeated, or
+    with antialias left out.
+    """
+    old = len(image)
+    step = max(1.0, old / size) if antialias else 1.0
+    a = -0.5 if antialias else -0.75
+
+    def kernel(x: float) -> float:
+        x = abs(x)
+        if mode == "bilinear":
+            return max(0.0, 1.0 - x)
+        if x < 1:
+            return (a + 2) * x**3 - (a + 3) * x**2 + 1
+        return a * x**3 - 5 * a * x**2 + 8 * a * x - 4 * a if x < 2 else 0.0
+
+    out = np.zeros((size, *image.shape[1:]))
+    for i in range(size):
+        centre = (i + 0.5) * old / size - 0.5
+        reach = range(int(np.floor(centre - 3 * step)), int(np.ceil(centre + 3 * step)) + 1)
+        weights = {j: kernel((j - centre) / step) for j in reach}
+        if antialias:
+            weights = {j: w for j, w in weights.items() if 0 <= j < old}
+        total = sum(weights.values())
+        for j, weight in weights.items():
+            out[i] += weight / total * image[min(max(j, 0), old - 1)]
+    return out

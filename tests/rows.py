@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -67,8 +67,13 @@ class Row:
     def inputs(self, batch: int = 2) -> dict[str, torch.Tensor]:
         """Inputs on which the effect shows; of the new size, on image models."""
         if self.anatomy.vision:
-            return {"pixel_values": pixels(self.params.get("image_size", 32))}
+            size, channels = self.params.get("image_size", 32), self.params.get("num_channels", 3)
+            return {"pixel_values": pixels(size, channels)[:batch]}
         return with_page(getattr(transformers, self.anatomy.model), {"input_ids": tokens(batch, self.length)})
+
+    def plain_inputs(self) -> dict[str, torch.Tensor]:
+        """Inputs that the un-patched model takes."""
+        return {"pixel_values": pixels(32)} if self.anatomy.vision else {"input_ids": tokens(2, 20)}
 
 
 def logits(model: torch.nn.Module, **inputs: Any) -> torch.Tensor:
@@ -176,8 +181,17 @@ SILENT_ROWS = [
     Row("nope", "cohere", recalibrate=True),
     Row("nope", "gemma3", recalibrate=True),
     Row("nope", "gpt_neox", native=False, recalibrate=True),
-    *[Row("nope", family, undoable=False, recalibrate=True) for family in (*TABLES, "vit", "t5_encoder")],
-    *[Row("nope", family, native=False, recalibrate=True) for family in ("bloom", "mpt", "falcon_alibi")],
+    *[
+        Row("nope", family, undoable=False, recalibrate=True)
+        for family in (
+            *(*TABLES, "vit", "t5_encoder", "beit_bias", "beit_shared"),
+            *("deberta", "deberta_v2", "squeezebert", "xlm"),
+        )
+    ],
+    *[
+        Row("nope", family, native=False, recalibrate=True)
+        for family in ("bloom", "mpt", "falcon_alibi", "roformer", "gptj")
+    ],
     Row("nope", "falcon", recalibrate=True),
     *[Row("nope", name, native=name not in KEPT_ROWS, undoable=False, recalibrate=True) for name in DOCUMENTS],
     Row("nope", "layoutlmv3", {"spatial_bias": "silence"}, undoable=False, recalibrate=True),
@@ -190,7 +204,12 @@ ADDED_ROWS = [
         ("qwen3", "halves"),
         ("gpt_neox", "interleaved"),
         ("gemma3", "halves"),
+        ("bloom", "interleaved"),
+        ("roformer", "interleaved"),
+        ("gptj", "halves"),
     )
+] + [
+    Row("sinusoidal", family, native=False, undoable=False, recalibrate=True) for family in ("t5_encoder", "deberta_v2")
 ]
 TABLE_ROWS = [
     row
@@ -216,7 +235,27 @@ MORE_TABLE_ROWS = [
         )
     ],
     Row("learned", "vit", {"image_size": 48}, undoable=False),
+    *[Row("learned", family, {"factor": 3, "init": "tile"}, **RESIZED) for family in ("deberta", "xlm")],
     Row("learned", "vit", {"image_size": (48, 64), "init": "tile"}, undoable=False),
+    Row("nope", "vit", {"image_size": 48, "num_channels": 1}, undoable=False, recalibrate=True),
+    *[
+        row
+        for family in ("vit", "deit", "dinov2", "dinov2_registers", "clip", "siglip", "beit", "ijepa")
+        for row in (
+            Row("learned2d", family, {"image_size": 48, "resize": "bilinear", "antialias": True}, undoable=False),
+            Row("sincos2d", family, {"image_size": 48, "patch_size": 16}, undoable=False, recalibrate=True),
+        )
+    ],
+    Row("learned2d", "vit", {"image_size": (48, 64), "patch_size": (16, 8), "num_channels": 4}, undoable=False),
+    Row("learned2d", "deit", {"image_size": 64, "resize": "tile"}, undoable=False),
+    Row("learned2d", "clip", {"image_size": 16}, undoable=False),
+    Row("sincos2d", "vit", {"convention": "big_vision", "scale": "none"}, undoable=False, recalibrate=True),
+    Row("sincos2d", "vit", {"convention": "moco", "image_size": (48, 64)}, undoable=False, recalibrate=True),
+    Row("sincos2d", "vit", {"init": "fit", "image_size": 48}, undoable=False, recalibrate=True),
+    *[
+        Row(scheme, "vit", params | {"image_size": 48, "patch_size": 4}, native=False, undoable=False, recalibrate=True)
+        for scheme, params in (("rope", {"ndim": 1}), ("bias2d", {}), ("rope2d", {"kind": "mixed"}))
+    ],
 ]
 DOCUMENT_ROWS = [
     *[
@@ -280,7 +319,18 @@ IN_ATTENTION = {
     "proportional": {"partial_rotary_factor": 0.5},
     "logn": {"clip": False},
 }
-KEPT = ("llama", "gemma3", "gpt_neox", "modernbert", "bloom", "mpt", "falcon", "falcon_alibi")  # no numbers to lose
+KEPT = (
+    "llama",
+    "gemma3",
+    "gpt_neox",
+    "modernbert",
+    "bloom",
+    "mpt",
+    "falcon",
+    "falcon_alibi",
+    "roformer",
+    "gptj",
+)  # no numbers
 
 
 def in_attention(names: str, family: str, **flags: Any) -> list[Row]:
@@ -327,6 +377,45 @@ ATTENTION_ROWS = [
             ("rope", "t5_encoder", {"relative_bias": "keep"}),
         )
     ],
+    *[row for family in ("deberta", "deberta_v2", "squeezebert", "xlm") for row in in_attention("alibi, rope", family)],
+    *in_attention("alibi, kerple", "roformer"),
+    *in_attention("yarn, linear", "roformer", recalibrate=False),
+    *in_attention("alibi, fire, xpos", "gptj"),
+    *in_attention("yarn, linear", "gptj", recalibrate=False),
+]
+ONE_AXIS = {"ndim": 1}  # patches numbered row by row
+IMAGE_ROWS = [
+    *[
+        replace(row, params=row.params | ONE_AXIS)
+        for names, family in (
+            (f"{EVERY_BIAS}, {EVERY_ROTATION}", "vit"),
+            ("alibi, yarn", "deit"),
+            ("alibi, rope", "dinov2"),
+            ("t5, rope", "dinov2_registers"),
+            ("kerple, rope", "beit"),
+            ("alibi, rope", "beit_bias"),
+        )
+        for row in in_attention(names, family)
+    ],
+    *[
+        Row(name, family, params, **{"native": False, "undoable": False, "recalibrate": True} | flags)
+        for name, family, params, flags in (
+            ("rope2d", "vit", {}, {"flex": True}),
+            ("rope2d", "vit", {"kind": "mixed", "pairing": "interleaved"}, {"flex": True}),
+            ("rope2d", "deit", {"convention": "xy", "rope_theta": 10000.0}, {}),
+            ("rope2d", "dinov2_registers", {"coordinates": "image"}, {}),
+            ("rope2d", "dinov2", {"kind": "mixed"}, {}),
+            ("bias2d", "vit", {}, {"flex": True}),
+            ("bias2d", "deit", {"per_layer": False, "init": "zeros"}, {}),
+            ("bias2d", "dinov2_registers", {}, {}),
+            ("bias2d", "beit", {}, {}),
+            ("bias2d", "beit_bias", {}, {}),
+            ("bias2d", "beit_shared", {"per_layer": False}, {}),
+            ("rope2d", "beit_bias", {}, {}),
+            ("rope2d", "beit_bias", {"relative_bias": "keep"}, {"undoable": True}),
+        )
+    ],
+    Row("logn", "vit", {"original_max_position_embeddings": 4}, native=False, keeps_table=True),
 ]
 SOME = {"native": False, "recalibrate": True}
 LAYER_ROWS = [
@@ -346,6 +435,6 @@ LAYER_ROWS = [
     Row("dynamic", "llama", {"factor": 4}, layers=(1,), native=False, **SWITCHING[1]),
 ]
 ROWS = ROTARY_ROWS + SILENT_ROWS + ADDED_ROWS + TABLE_ROWS + MORE_TABLE_ROWS + CONCAT_ROWS + ATTENTION_ROWS
-ROWS += LAYER_ROWS + DOCUMENT_ROWS
+ROWS += LAYER_ROWS + DOCUMENT_ROWS + IMAGE_ROWS
 CAUSAL_ROWS = [row for row in ROWS if row.anatomy.causal]
 TEXT_ROWS = [row for row in ROWS if not row.anatomy.vision]

@@ -311,6 +311,48 @@ def test_image_table_tiles_over_rows_and_columns():
             np.testing.assert_array_equal(new[1 + r * 8 + c], old[1 + (r % 4) * 4 + c % 4])
 
 
+OBLONG = [(48, 64), (64, 16)]
+
+
+@pytest.mark.parametrize("convention", ["mae", "moco", "big_vision"])
+@pytest.mark.parametrize("size", [None, *OBLONG])
+@pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
+def test_sincos2d_table(convention, size):
+    model = FAMILIES["vit"].build()
+    old = model.vit.embeddings.position_embeddings.detach().double().numpy()[0]
+    patch_model(model, "sincos2d", convention=convention, image_size=size)
+    waves = oracles.sincos2d(*(n // 8 for n in size or (32, 32)), WIDTH, convention)
+    found = model.vit.embeddings.position_embeddings.detach().double().numpy()[0]
+    np.testing.assert_array_equal(found[0], old[0])
+    np.testing.assert_allclose(found[1:], waves * np.sqrt((old[1:] ** 2).mean() / 0.5), atol=2e-6)
+
+
+@pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
+def test_fitted_sincos2d_is_the_ridge_regression_of_the_resized_table():
+    """By numpy's lstsq on the rows and, below them, the ridge: 0.1 for each row of the table."""
+    model, resized = FAMILIES["vit"].build(), FAMILIES["vit"].build()
+    patch_model(model, "sincos2d", init="fit", image_size=(48, 64))
+    patch_model(resized, "learned2d", image_size=(48, 64))
+    found, target = (m.vit.embeddings.position_embeddings.detach().double().numpy()[0, 1:] for m in (model, resized))
+    waves = oracles.sincos2d(6, 8, WIDTH, "mae")
+    below = np.sqrt(0.1 * len(waves)) * np.eye(WIDTH)
+    matrix, *_ = np.linalg.lstsq(np.concatenate([waves, below]), np.concatenate([target, 0 * below]), rcond=None)
+    np.testing.assert_allclose(found, waves @ matrix, atol=1e-5)
+
+
+@pytest.mark.parametrize("antialias", [False, True])
+@pytest.mark.parametrize("resize", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("size", OBLONG)
+def test_learned2d_table(resize, antialias, size):
+    model = FAMILIES["vit"].build()
+    old = model.vit.embeddings.position_embeddings.detach().double().numpy()[0, 1:].reshape(4, 4, -1)
+    patch_model(model, "learned2d", image_size=size, resize=resize, antialias=antialias)
+    rows = oracles.resampled(old, size[0] // 8, resize, antialias)
+    expected = oracles.resampled(rows.swapaxes(0, 1), size[1] // 8, resize, antialias).swapaxes(0, 1)
+    found = model.vit.embeddings.position_embeddings.detach().double().numpy()[0, 1:]
+    np.testing.assert_allclose(found, expected.reshape(found.shape), atol=1e-5)
+
+
 @pytest.mark.parametrize("family", ["bert", "roberta", "mpnet", "opt"])
 @pytest.mark.parametrize("init", ["tile", "hierarchical", "fit", "random"])
 def test_routes_that_only_extend_leave_short_inputs_alone(family, init):

@@ -162,7 +162,24 @@ REFUSED = [
     ("vit", "learned", {"combine": "concat"}, r"combine='concat' is for text"),
     ("vit", "learned", {"image_size": 64, "init": "fit"}, r"init='fit' is for text"),
     ("vit", "learned", {"image_size": 50}, r"image_size=50 is not one or two multiples of the patch size 8"),
-    ("vit", "learned", {"max_positions": 20}, r"20 patches are not a square grid"),
+    ("vit", "learned", {"max_positions": 20}, r"max_positions=20 is for text; give image_size"),
+    ("vit", "learned2d", {"image_size": 64, "resize": "cubic"}, r"resize='cubic' is unknown; did you mean 'bicubic'"),
+    ("vit", "learned2d", {"image_size": 64, "resize": "tile", "antialias": True}, r"antialias=True .*resize='tile'"),
+    ("vit", "learned2d", {}, r"learned2d\(\) would change nothing"),
+    ("bert", "learned2d", {}, r"learned2d: it resizes a table of patches, and this model has a table of text"),
+    ("llama", "learned2d", {"image_size": 64}, r"image_size=64 is for image models"),
+    ("bert", "sincos2d", {}, r"sincos2d: it fills a table of an image's patches"),
+    ("llama", "sincos2d", {}, r"sincos2d: it fills a table of an image's patches"),
+    ("vit", "sincos2d", {"convention": "moco3"}, r"convention='moco3' is unknown; did you mean 'moco'"),
+    ("vit", "sincos2d", {"init": "fit", "scale": "none"}, r"scale='none' has no meaning beside init='fit'"),
+    ("vit", "sincos2d", {"num_frames": 4}, r"num_frames=4 is for video"),
+    ("vit", "nope", {"num_channels": 0}, r"num_channels=0 is not a positive integer"),
+    ("vit", "nope", {"num_channels": "rgb"}, r"num_channels='rgb' is not a positive integer"),
+    ("vit", "nope", {"image_size": (32, 32, 32)}, r"image_size=\(32, 32, 32\) is not one or two positive numbers"),
+    ("vit", "nope", {"patch_size": (2, 8, 8)}, r"patch_size=\(2, 8, 8\) has 3 numbers"),
+    ("vit", "nope", {"patch_form": "conv"}, r"patch_form='conv' is unknown; did you mean 'convolution'"),
+    ("vit", "nope", {"image_size": (48, 50)}, r"image_size=\(48, 50\) is not one or two multiples of the patch size 8"),
+    ("bert", "nope", {"patch_form": "linear"}, r"patch_form='linear' is for image models"),
     ("vit", "learned", {"image_size": 64, "init": "hierarchical"}, r"init='hierarchical' is for text"),
     ("vit", "sinusoidal", {}, r"grid of patches"),
 ]
@@ -252,25 +269,26 @@ def test_model_without_a_site():
 
 
 def test_attention_that_nothing_reaches():
-    from transformers import ConvBertConfig, ConvBertForMaskedLM
+    from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 1}
-    model = ConvBertForMaskedLM(ConvBertConfig(vocab_size=64, max_position_embeddings=LENGTH, **sizes))
+    model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=64, n_positions=LENGTH, n_embd=64, n_layer=1, n_head=4))
     before = state(model)
-    with pytest.raises(PosSwapError, match=r"ConvBertForMaskedLM has an attention of its own that does not go through"):
+    with pytest.raises(
+        PosSwapError, match=r"OpenAIGPTLMHeadModel has an attention of its own that does not go through"
+    ):
         patch_model(model, "alibi")
     unchanged(model, before)
 
 
 def test_table_whose_neighbour_is_unknown():
-    from transformers import DebertaConfig, DebertaForMaskedLM
+    from transformers import LukeConfig, LukeForMaskedLM
 
-    config = DebertaConfig(
+    config = LukeConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=32, relative_attention=True, position_biased_input=True, pos_att_type=["c2p", "p2c"],
+        max_position_embeddings=32, entity_vocab_size=8, entity_emb_size=16,
     )  # fmt: skip
-    with pytest.raises(PosSwapError, match=r"another table at .*rel_embeddings"):
-        patch_model(DebertaForMaskedLM(config), "nope")
+    with pytest.raises(PosSwapError, match=r"another table at luke.entity_embeddings.entity_embeddings whose part"):
+        patch_model(LukeForMaskedLM(config), "nope")
 
 
 def wrapped_by_compile():

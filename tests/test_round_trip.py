@@ -119,7 +119,7 @@ def test_reloaded_is_described_probed_and_undone_as_in_memory(row: Row, saved: P
         assert torch.equal(logits(model, **inputs), logits(in_memory, **inputs))
         return
     unpatch_model(model)
-    inputs = {"input_ids": tokens(2, 20)}
+    inputs = row.plain_inputs()
     assert torch.equal(logits(model, **inputs), logits(row.source(), **inputs))
 
 

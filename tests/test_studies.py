@@ -10,9 +10,12 @@ from pathlib import Path
 import demo
 import document_study
 import fixed_or_learned
+import image_study
 import longrope_study
+import numpy as np
 import pytest
 import recovery_study
+from PIL import Image
 
 from hf_posswap import PosSwapError
 from hf_posswap.evaluation import recovery
@@ -178,3 +181,27 @@ def test_the_documented_pages_are_what_was_measured():
     assert (folder / "table.md").read_text() == document_study.table(results)
     for name in document_study.ROUTES:
         assert results["labels"][name]["tuned"]["beyond"] > results["labels"]["windows of 512"]["untuned"]["beyond"]
+
+
+@pytest.mark.parametrize("scale", [1, 3])
+def test_the_class_of_a_drawn_picture_is_where_the_blue_disc_stands(scale: int, tmp_path: Path):
+    image_study.write_pictures(tmp_path / "pictures", 16, scale, (0, 0))
+    for file in (tmp_path / "pictures").rglob("*.png"):
+        picture = np.asarray(Image.open(file)).astype(int)
+        assert picture.shape == (24 * scale, 24 * scale, 3)
+        red, blue = (np.argwhere(picture[..., c] - picture[..., 2 - c] == 255).mean(0) for c in (0, 2))
+        down, right = blue - red
+        sides = {"above": -down, "below": down, "left": -right, "right": right}
+        assert max(sides, key=sides.get) == file.parent.name
+
+
+def test_a_small_image_study_goes_on_where_it_was(tmp_path: Path):
+    sizes = {"train_pictures": 64, "tune_pictures": 16, "test_pictures": 8, "steps": 1, "tune_steps": 1, "layers": 1}
+    given = image_study.StudyArguments(
+        output_dir="", run=str(tmp_path), width=32, scales=[2], schemes=["nope"], **sizes
+    )
+    study = image_study.Study(given)
+    found = [study.base_cell(), study.cell("nope", 2)]
+    assert image_study.Study(given).cell("nope", 2) == found[1]
+    shares = [f"{found[1][when]:.3f}" for when in ("untuned", "tuned")]
+    assert f"| nope | {' | '.join(shares)} |" in image_study.table(found, given)

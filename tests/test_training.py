@@ -699,7 +699,7 @@ def test_log_says_nothing_of_where_the_files_were(arguments, tokenizer):
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 is too small"),
         ({"warmup_steps": -1}, "warmup_steps=-1 is too small; the least value is 0"),
         ({"mlm_probability": 1.0}, "mlm_probability=1.0 is too great; it must be less than 1"),
-        ({"train_dir": None}, "give exactly one of train_file, train_dir, dataset_name; got none"),
+        ({"train_dir": None}, "give exactly one of train_file, train_dir, dataset_name, image_dir; got none"),
         ({"dataset_name": "x"}, "give exactly one of"),
         ({"file_pattern": "*.txt"}, r"train_dir=.* no file that matches file_pattern='\*.txt'; it holds \*.py"),
         ({"train_dir": "missing"}, "train_dir='missing' is not a folder"),

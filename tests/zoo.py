@@ -70,6 +70,8 @@ BOTH = ["sliding_attention", "full_attention"]
 # What capping cannot guess, by the model type of the config (or of the nested config) that has the fields.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
+    "big_bird": {"attention_type": "original_full"},
+    "bigbird_pegasus": {"attention_type": "original_full"},
     "blt": {"use_cache": False},  # its cache asks BltConfig for a num_hidden_layers that it does not have
     "cohere_compass_text": {
         "layer_types": BOTH,
@@ -171,15 +173,17 @@ def classes(task: str) -> dict[str, str]:
     return DOCUMENTS if task == "document" else getattr(modeling_auto, TASKS[task])
 
 
-def build(model_type: str, task: str) -> PreTrainedModel:
-    """A tiny random model of the type, the same at every call, float32, on the CPU, in eval mode."""
+def build(model_type: str, task: str, **fixed: Any) -> PreTrainedModel:
+    """A tiny random model of the type, the same at every call, float32, on the CPU, in eval mode; `fixed` is said so in
+    its config.
+    """
     if model_type in NOT_ALONE:
         raise CannotBuild(NOT_ALONE[model_type])
     try:
         model_class = getattr(transformers, classes(task)[model_type])
         config_class = config_class_for(model_class, model_type)
         decoder = {"is_decoder": True} if task == "causal-lm" and "is_decoder" in field_names(config_class) else {}
-        config = tiny_config(config_class, **decoder)
+        config = tiny_config(config_class, **decoder, **fixed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = model_class._from_config(config, dtype=torch.float32).eval()

@@ -4,6 +4,7 @@ from operator import attrgetter
 
 from ..anatomy import AttentionDeclaration
 from ..errors import PosSwapError
+from ..heads import project_apart
 
 BART_USES = """
 EncoderDecoderCache ValueError bmm cat cross_attention_cache device dropout dtype embed_dim expand finfo float16 float32
@@ -15,9 +16,7 @@ reshape scaling self_attention_cache shape size softmax to torch training transp
 def _project(module, call):
     if call.get("attn_prompt") is not None:
         raise PosSwapError(f"{type(module).__name__}: the keys of a prompt have no places")
-    shape = (module.num_heads, module.head_dim)
-    layers = (module.q_proj, module.k_proj, module.v_proj)
-    return [layer(call["hidden_states"]).unflatten(-1, shape).transpose(1, 2) for layer in layers]
+    return project_apart(module, call, layers=("q_proj", "k_proj", "v_proj"), size="head_dim", states="hidden_states")
 
 
 def _finish(module, output, call):

@@ -1,7 +1,7 @@
-"""BERT, RoBERTa, XLM-R, ELECTRA, DistilBERT, CamemBERT, MPNet and their kin.
+"""BERT, RoBERTa, XLM-R, ELECTRA, DistilBERT, CamemBERT, MPNet, TAPAS, Longformer and their kin.
 
-A table beside an index buffer. RoBERTa-like tables number positions from `padding_idx + 1`, and their config
-counts the rows before.
+A table beside an index buffer or the table of words. RoBERTa-like tables number positions from `padding_idx + 1`, and
+their config counts the rows before.
 """
 
 from torch import nn
@@ -11,9 +11,10 @@ from ..anatomy import TableDeclaration
 
 def _fits(owner, config) -> bool:
     table = owner.position_embeddings
+    plain = type(table) is nn.Embedding and "word_embeddings" in owner._modules  # ProphetNet's numbers tokens by itself
     return (
         isinstance(table, nn.Embedding)
-        and "position_ids" in owner._buffers
+        and ("position_ids" in owner._buffers or plain)
         and table.num_embeddings == config.max_position_embeddings
     )
 

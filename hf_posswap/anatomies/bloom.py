@@ -15,16 +15,12 @@ def _finish(module, output, call):
     return dropout(module.dense(output), module.hidden_dropout, module.training) + call["residual"]
 
 
-def _dropout(module):
-    return module.attention_dropout.p
-
-
 ATTENTION = AttentionDeclaration(
     holds=frozenset({"query_key_value", "slow_but_exact"}),
     project=_project,
     finish=_finish,
     scaling=attrgetter("inv_norm_factor"),
-    dropout=_dropout,
+    dropout=attrgetter("attention_dropout.p"),
     cache="layer_past",
     alibi=True,
 )

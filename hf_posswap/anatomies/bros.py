@@ -1,10 +1,12 @@
 """Bros: BERT's attention, where a query meets the vector from its box to the key's; boxes are in parts of the page."""
 
+from functools import partial
 from operator import attrgetter
 
 import torch
 
 from ..anatomy import AttentionDeclaration, PageDeclaration
+from ..heads import project_apart
 
 BROS_USES = """
 all_head_size attention_head_size bbox_pos_emb contiguous dropout einsum is_decoder key math matmul nn
@@ -25,31 +27,17 @@ PAGE = PageDeclaration(
 )
 
 
-def _project(module, call):
-    shape = (module.num_attention_heads, module.attention_head_size)
-    layers = (module.query, module.key, module.value)
-    return [layer(call["hidden_states"]).unflatten(-1, shape).transpose(1, 2) for layer in layers]
-
-
-def _finish(module, output, call):
-    return output
-
-
-def _scaling(module):
-    return module.attention_head_size**-0.5
-
-
 def _bias(module, query, call):
     """`bbox_pos_emb`: (Q, K, B, D)."""
-    return torch.einsum("bhqd,qkbd->bhqk", query, call["bbox_pos_emb"]) * _scaling(module)
+    return torch.einsum("bhqd,qkbd->bhqk", query, call["bbox_pos_emb"]) * query.shape[-1] ** -0.5
 
 
 ATTENTION = AttentionDeclaration(
     holds=frozenset({"query", "key", "value", "all_head_size", "attention_head_size", "is_decoder"}),
-    project=_project,
-    finish=_finish,
+    project=partial(
+        project_apart, layers=("query", "key", "value"), size="attention_head_size", states="hidden_states"
+    ),
     bias=_bias,
-    scaling=_scaling,
     dropout=attrgetter("dropout.p"),
     causal=attrgetter("is_decoder"),
     does=frozenset(BROS_USES.split()),

@@ -3,23 +3,12 @@
 from operator import attrgetter
 
 from ..anatomy import AttentionDeclaration
+from ..heads import never
 
 
 def _project(module, call):
     shape = (module.num_attention_heads, module.attention_head_size)
     return [vectors.unflatten(-1, shape).transpose(1, 2) for vectors in module.compute_qkv(call["hidden_states"])]
-
-
-def _finish(module, output, call):
-    return output
-
-
-def _scaling(module):
-    return module.attention_head_size**-0.5
-
-
-def _causal(module):
-    return False
 
 
 def _bias(module, query, call):
@@ -31,9 +20,7 @@ def _bias(module, query, call):
 ATTENTION = AttentionDeclaration(
     holds=frozenset({"fast_qkv", "attention_head_size", "has_relative_attention_bias", "has_spatial_attention_bias"}),
     project=_project,
-    finish=_finish,
     bias=_bias,
-    scaling=_scaling,
     dropout=attrgetter("dropout.p"),
-    causal=_causal,
+    causal=never,
 )

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..anatomy import AttentionDeclaration, TableDeclaration
+from ..heads import never
 
 
 def _is_layout(owner, config) -> bool:
@@ -48,19 +49,20 @@ def _finish(module, output, call):
     return heads[..., :width].flatten(2), heads[..., width:].flatten(2)
 
 
+def _returns(module, output, weights):
+    return *output, weights
+
+
 def _scaling(module):
     return 1.0
-
-
-def _causal(module):
-    return False
 
 
 ATTENTION = AttentionDeclaration(
     holds=frozenset({"query", "key", "value", "layout_query", "layout_key", "layout_value", "channel_shrink_ratio"}),
     project=_project,
     finish=_finish,
+    returns=_returns,
     scaling=_scaling,
     dropout=attrgetter("dropout.p"),
-    causal=_causal,
+    causal=never,
 )

@@ -16,16 +16,12 @@ def _finish(module, output, call):
     return module.out_proj(output)
 
 
-def _dropout(module):
-    return module.attn_dropout_p
-
-
 ATTENTION = AttentionDeclaration(
     holds=frozenset({"Wqkv", "softmax_scale"}),
     project=_project,
     finish=_finish,
     scaling=attrgetter("softmax_scale"),
-    dropout=_dropout,
+    dropout=attrgetter("attn_dropout_p"),
     cache="past_key_values",
     alibi=True,
 )

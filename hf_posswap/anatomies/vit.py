@@ -1,5 +1,5 @@
-"""ViT, DeiT, DINOv2, BEiT, MAE, I-JEPA: a Parameter (1, prefix + patches, E) beside the patch embedding, in row-major
-order of the grid.
+"""ViT, DeiT, DINOv2, BEiT, MAE, I-JEPA, YOLOS: a Parameter (1, prefix + patches + detection tokens, E) beside the patch
+embedding, in row-major order of the grid.
 """
 
 from torch import nn
@@ -29,15 +29,26 @@ def _fits(owner, config) -> bool:
         and hasattr(patches, "image_size")
         and hasattr(patches, "patch_size")
         and getattr(patches, "num_patches", None) == _grid(owner)[0] * _grid(owner)[1]
-        and owner.position_embeddings.shape[1] >= patches.num_patches
+        and owner.position_embeddings.shape[1] >= patches.num_patches + _detection(owner)
     )
+
+
+def _detection(owner) -> int:
+    """YOLOS's tokens behind the patches; the other families have none."""
+    tokens = owner._parameters.get("detection_tokens")
+    return 0 if tokens is None else tokens.shape[1]
+
+
+def _prefix(owner) -> int:
+    return owner.position_embeddings.shape[1] - owner.patch_embeddings.num_patches - _detection(owner)
 
 
 TABLE = TableDeclaration(
     family="vit",
     attribute="position_embeddings",
     fits=_fits,
-    reserved=lambda owner: owner.position_embeddings.shape[1] - owner.patch_embeddings.num_patches,
+    reserved=_prefix,
+    trailing=_detection,
     grid=_grid,
     patch=_patch,
 )

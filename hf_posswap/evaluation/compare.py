@@ -257,10 +257,13 @@ def compare_images(
     sizes: Iterable[int],
     *,
     device: str | torch.device | None = None,
+    labels: Sequence[str] | None = None,
     source: dict[str, Any] | None = None,
     work: Work | None = None,
 ) -> dict[str, Any]:
-    """How far the features of image models lie from the base's at its own size, by size in pixels."""
+    """How far the features of image models lie from the base's at its own size, by size in pixels; with the names of
+    the pictures' classes, as the models know them, also how many a classifier finds.
+    """
     started, work = time.perf_counter(), work or Work()
     check_bases(entries)
     base = next(entry for entry in entries if entry.base is None)
@@ -270,15 +273,19 @@ def compare_images(
     own = table.grid[0] * table.patch[0]
     with _turn(base, device, work, "base") as model:
         before = images.features(model, pictures, own, work)
-    series = []
+    series, found = [], report.Measures()
     for number, entry in enumerate(entries, 1):
         with _turn(entry, device, work, f"[{number}/{len(entries)}] {entry.name}") as model:
+            if labels is not None:
+                found.add(
+                    "accuracy", images.accuracy(model, pictures, labels, [own, *sizes], name=entry.name, work=work)
+                )
             series.append(images.feature_shift(model, pictures, [own, *sizes], before, name=entry.name, work=work))
     return report.build_other(
         "features",
         series,
         bases_of(entries),
-        measures=report.Measures(),
+        measures=found,
         models={entry.name: describe_model(entry.load()) for entry in entries},
         original_length=own,
         data={"images": len(pictures), "source": source}

@@ -1,4 +1,6 @@
-"""What a swap does to an image model's features, by resolution, against the unpatched model at its own."""
+"""What a swap does to an image model by resolution: to its features, against the unpatched model at its own, and to the
+classes that it finds.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,49 @@ def read_images(folder: str, processor: Any) -> list[Tensor]:
     """
     from PIL import Image
 
-    files = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in SUFFIXES)
-    if not files:
-        raise PosSwapError(f"image_dir={folder!r} holds no picture ({', '.join(SUFFIXES)})")
+    files = _files(folder)
     pictures = [Image.open(file).convert("RGB") for file in files]
     return [
         processor(p, do_resize=False, do_center_crop=False, return_tensors="pt")["pixel_values"][0] for p in pictures
     ]
+
+
+def read_labels(folder: str, classes: Iterable[str]) -> list[str] | None:
+    """The class of every picture, in the order of paths: the name of its folder. None where that is no class."""
+    names, known = [file.parent.name for file in _files(folder)], set(classes)
+    return names if known.issuperset(names) else None
+
+
+def _files(folder: str) -> list[Path]:
+    files = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in SUFFIXES)
+    if not files:
+        raise PosSwapError(f"image_dir={folder!r} holds no picture ({', '.join(SUFFIXES)})")
+    return files
+
+
+def accuracy(
+    model: nn.Module,
+    images: Sequence[Tensor],
+    labels: Sequence[str],
+    sizes: Iterable[int],
+    *,
+    name: str,
+    work: Work | None = None,
+) -> dict[str, Any]:
+    """The same of a classifier: the share of pictures whose class it finds at a size. labels: names of classes."""
+    work, started, points = work or Work(), time.perf_counter(), []
+    for size in sorted(set(sizes)):
+        options = _options(model, size)
+
+        def compute(image: Tensor, size: int = size, options: dict[str, Any] = options) -> int:
+            with torch.no_grad():
+                return int(model(pixel_values=_resized(model, image, size), **options).logits[0].argmax())
+
+        with evaluating(model):
+            found = work.map(_key("classes", model, images, size), images, compute)
+        right = sum(model.config.label2id[label] == one for label, one in zip(labels, found, strict=True))
+        points.append({"length": size, "accuracy": right / len(found), "images": len(found)})
+    return {"name": name, "stage": None, "seconds": round(time.perf_counter() - started, 3), "points": points}
 
 
 def feature_shift(
@@ -63,22 +101,36 @@ def feature_shift(
 
 def features(model: nn.Module, images: Sequence[Tensor], size: int, work: Work | None = None) -> list[Tensor]:
     """The features (E,) of each picture at a size: the last state of the class token, in float64."""
-    table = find_table(model)
-    options: dict[str, Any] = {}
-    if table is None or table.patch is None or any(size % side for side in table.patch):
-        raise PosSwapError(f"size={size} is not a whole number of this model's patches")
-    if tuple(size // side for side in table.patch) != tuple(table.grid):
-        if not takes(model, "interpolate_pos_encoding"):
-            raise PosSwapError(f"size={size}: this model takes {table.grid[0] * table.patch[0]} pixels only")
-        options = {"interpolate_pos_encoding": True}
+    options = _options(model, size)
 
     @torch.no_grad()
     def compute(image: Tensor) -> list[float]:
-        pixels = F.interpolate(image[None].float(), (size, size), mode="bicubic", antialias=True)
-        output = model.base_model(pixel_values=pixels.to(model.device, model.dtype), **options)
+        output = model.base_model(pixel_values=_resized(model, image, size), **options)
         return output.last_hidden_state[0, 0].double().tolist()
 
-    data = fingerprint([(image.flatten() * 2**16).long() for image in images])["sha256"]
-    key = {"measure": "features", "size": size, "images": data, "model": sample_of(model), "versions": versions()}
     with evaluating(model):
-        return [torch.tensor(one, dtype=torch.float64) for one in (work or Work()).map(key, images, compute)]
+        found = (work or Work()).map(_key("features", model, images, size), images, compute)
+    return [torch.tensor(one, dtype=torch.float64) for one in found]
+
+
+def _options(model: nn.Module, size: int) -> dict[str, Any]:
+    """What has a model read pictures of a size. Raises PosSwapError where it cannot."""
+    table = find_table(model)
+    if table is None or table.patch is None or any(size % side for side in table.patch):
+        raise PosSwapError(f"size={size} is not a whole number of this model's patches")
+    if tuple(size // side for side in table.patch) == tuple(table.grid):
+        return {}
+    if not takes(model, "interpolate_pos_encoding"):
+        raise PosSwapError(f"size={size}: this model takes {table.grid[0] * table.patch[0]} pixels only")
+    return {"interpolate_pos_encoding": True}
+
+
+def _resized(model: nn.Module, image: Tensor, size: int) -> Tensor:
+    """(1, C, size, size)."""
+    pixels = F.interpolate(image[None].float(), (size, size), mode="bicubic", antialias=True)
+    return pixels.to(model.device, model.dtype)
+
+
+def _key(measure: str, model: nn.Module, images: Sequence[Tensor], size: int) -> dict[str, Any]:
+    data = fingerprint([(image.flatten() * 2**16).long() for image in images])["sha256"]
+    return {"measure": measure, "size": size, "images": data, "model": sample_of(model), "versions": versions()}

@@ -229,7 +229,8 @@ def plot_report(report: dict[str, Any], folder: str | os.PathLike, stem: str) ->
         elif "depth" in series[0]["points"][0]:
             plot_depths(series, path, original_length=original, title=title)
         else:
-            xlabel = "tokens up to the target" if name == "curve" else "length of the text (tokens)"
+            xlabels = {"curve": "tokens up to the target", "accuracy": "size (pixels)"}
+            xlabel = xlabels.get(name, "length of the text (tokens)")
             options = {"original_length": original, "value": found["value"], "ylabel": found["label"], "xlabel": xlabel}
             plot_lengths(series, path, title=title, **options)
         paths[name] = path

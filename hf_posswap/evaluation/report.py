@@ -61,6 +61,7 @@ SHOWN = {
     "curve": Shown("Loss by position", "loss", "loss (nats per token; lower is better)"),
     "sentence": Shown("A sentence found in a long text", "accuracy", "found first (share; higher is better)"),
     "features": Shown("Feature shift by size", "shift", "1 - cosine to the base at its own size (lower is better)"),
+    "accuracy": Shown("Accuracy by size", "accuracy", "right classes (share; higher is better)"),
     "diagnostics": Shown("Position diagnostics", "entropy", "entropy of attention (nats)"),
     "similarity": Shown("Short texts as before", "vector", "1 - cosine to the base (lower is better)"),
     "tasks": Shown("Tasks of lm-eval", "value", "the task's metric"),

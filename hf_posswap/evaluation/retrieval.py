@@ -89,7 +89,7 @@ def _answer(model: nn.Module, asker: Strict | Yarn, prompt: Prompt) -> dict[str,
     said = asker.tokenizer.decode(greedy(model, ids, prompt.new_tokens)[0], skip_special_tokens=True)
     answer = asker.tokenizer(" " + " and ".join(prompt.answers), add_special_tokens=False, verbose=False)["input_ids"]
     whole = torch.tensor(prompt.ids + answer)
-    (loss,) = window_losses(model, [whole], [Window(0, 0, len(whole), len(answer))])
+    (loss,) = window_losses(model, [whole], [Window(0, 0, len(whole), len(answer))], work=Work(shared=False))
     return {"right": asker.right(prompt, said), "loss": loss / len(answer), "tokens": ids.shape[1], "said": said}
 
 

@@ -27,16 +27,17 @@ class Work:
     """Runs lists of tasks.
 
     path: the journal, a JSON object per line, which a later run with the same tasks goes on from; None keeps none.
-    progress: a bar with the time that is left, on the main process. label: what stands before the bar.
+    progress: a bar with the time that is left, on the main process. label: what stands before the bar. shared: among
+    the processes that there are; not for work inside a task, which one of them does.
 
     Raises PosSwapError where the journal holds what `map` cannot have written; a last line cut off in the middle is
     left out, and said.
     """
 
-    def __init__(self, path: str | os.PathLike | None = None, *, progress: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike | None = None, *, progress: bool = False, shared: bool = True) -> None:
         self.path, self.progress, self.label = None if path is None else Path(path), progress, ""
         self.main, self.index, self.processes = True, 0, 1
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if shared and torch.distributed.is_available() and torch.distributed.is_initialized():
             self.index, self.processes = torch.distributed.get_rank(), torch.distributed.get_world_size()
             self.main = self.index == 0
         finished = [_read(self.path) if self.main and self.path is not None else {}]

@@ -10,16 +10,19 @@ from torch import nn
 from ..anatomy import Anatomy, examine, kind, refuse_foreign_rotary
 from ..bundle import travel_of
 from ..errors import PosSwapError
+from ..pictures import Picture
 from ..record import PORTABLE
 from ..saving import save_edit
 from ..scheme import Scheme
 from ..sites import BIAS, EMBED, RELATIVE, ROTARY, SILENCE, SPATIAL
+from .images import chosen_ndim
 from .layers import chosen_layers, plan_layers
 from .limits import limit_edits
 from .page import guard_page, silence_spatial
+from .picture import refuse_picture
 from .plan import Plan, invalid
 from .rotary import install_rotary, is_silent_natively, silence_rotary, silence_rotary_natively
-from .table import install_addition, install_table, silence_bias, silence_table
+from .table import install_addition, install_table, resize_table, silence_bias, silence_table
 
 
 def plan(
@@ -30,6 +33,8 @@ def plan(
     layers: Sequence[int] | None = None,
     stack: str | None = None,
     biases: Mapping[str, str] | None = None,
+    ndim: int | None = None,
+    picture: Picture | None = None,
 ) -> Plan:
     """Everything `patch_model` would do, checked, in order. Raises PosSwapError if any of it cannot be done."""
     anatomy = examine(model).within(stack, biases)
@@ -38,14 +43,16 @@ def plan(
         if getattr(anatomy.config, "max_position_embeddings", None) is None:
             raise PosSwapError(f"{scheme}: the config of {kind(model)} does not say the trained length")
     new = Plan.of(anatomy, scheme)
-    new.layers = chosen_layers(anatomy, layers)
-    steps = choose_steps(anatomy, scheme, new.layers)
+    new.layers, new.ndim = chosen_layers(anatomy, layers), chosen_ndim(anatomy, scheme, ndim)
+    new.picture = picture
+    refuse_picture(new)
+    steps = choose_steps(anatomy, scheme, new.layers, picture)
     new.follow(steps)
     if not new.effective:
         raise PosSwapError(f"{scheme} would change nothing on this {kind(model)}")
     _refuse_invalid(new)
     continues = (
-        scheme.keeps_function and (scheme.stacks or scheme.sites & anatomy.sites) and "pairing" not in new.original
+        scheme.keeps_function and (scheme.stacks or scheme.sites & anatomy.known) and "pairing" not in new.original
     )
     new.recalibrate = not continues or SILENCE in anatomy.biases.values()
     if new.recalibrate:
@@ -53,7 +60,7 @@ def plan(
             0,
             f"{scheme.name} replaces the positions this model was trained with: fine-tune it before use (recalibrate)",
         )
-    new.edits += limit_edits(model, new.text, new.length, tokenizer, processor)
+    new.edits += limit_edits(model, new.text, new.length, tokenizer, processor, new.original)
     new.edits.append(save_edit(model, travel_of(anatomy, scheme, steps) if new.storage == PORTABLE else None))
     new.finish()
     return new
@@ -62,12 +69,14 @@ def plan(
 Step = Callable[[Plan, Scheme], None]
 
 
-def choose_steps(anatomy: Anatomy, scheme: Scheme, layers: Sequence[int] | None) -> tuple[Step, ...]:
+def choose_steps(
+    anatomy: Anatomy, scheme: Scheme, layers: Sequence[int] | None, picture: Picture | None = None
+) -> tuple[Step, ...]:
     """What silences and installs, site by site, in order."""
     page = [guard_page] if anatomy.page is not None else []
     page += [silence_spatial] if anatomy.biases.get(SPATIAL) == SILENCE else []
     if layers is not None:
-        return (plan_layers, *page)
+        return (plan_layers, *page) if picture is None else (resize_table, plan_layers, *page)
     native, inside = anatomy.sites, scheme.sites_in_attention(anatomy.sites)
     replaced = (scheme.sites & native) - inside
     silenced = scheme.silences(native, anatomy.biases.get(RELATIVE))
@@ -81,11 +90,14 @@ def choose_steps(anatomy: Anatomy, scheme: Scheme, layers: Sequence[int] | None)
         steps.append(install_table)
     if EMBED in silenced:
         steps.append(silence_table)
+    if EMBED in native - replaced - silenced and picture is not None:
+        steps.append(resize_table)
     if BIAS in silenced and anatomy.bias.tables:
         steps.append(silence_bias)
     if EMBED in scheme.sites - native:
         steps.append(install_addition)
-    if inside or (BIAS in silenced and not anatomy.bias.tables):
+    turning = anatomy.turned is not None and not scheme.stacks
+    if inside or turning or (BIAS in silenced and not anatomy.bias.tables):
         from .attention import install_attention  # imports transformers' modeling code, seconds of it
 
         steps.append(install_attention)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,23 +13,25 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from .. import attention, parts
-from ..anatomy import AttentionDeclaration, TableSite, kind, own_attention, text_config
+from ..anatomy import STACKS, AttentionDeclaration, TableSite, kind, mixing, own_attention, sinusoids, text_config
 from ..edits import Hook, Replace
 from ..errors import PosSwapError
 from ..record import PORTABLE
 from ..rotation import Rotation
 from ..scheme import Scheme
-from ..sites import BIAS, KEEP, RELATIVE, ROTARY, BiasChange, BiasGeometry, RotaryGeometry
+from ..sites import BIAS, KEEP, RELATIVE, ROTARY, SILENCE, BiasGeometry, RotaryGeometry
+from .images import is_image, trained_grid, watch_images
+from .picture import GRID
+from .plan import trained_length
 
 if TYPE_CHECKING:
     from .plan import Plan
 
 # What models call a module that attends to another sequence; it has no distances.
 CROSS = frozenset({"crossattention", "cross_attn", "cross_attention", "encoder_attn", "EncDecAttention"})
-# Where configs of models without a table say the tokens they were trained on; Bloom's and T5's are extra keys.
-LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions")
 # rope types whose frequencies change with the longest position of a call
 VARYING = frozenset({"dynamic", "longrope"})
+WHOLE = "original_full"  # what BigBird calls an attention of all tokens to all
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,7 @@ def find_attention(new: Plan, scheme: Scheme) -> AttentionSite:
     """Raises PosSwapError where a scheme cannot be put inside this model's attention."""
     model = new.anatomy.model
     config = text_config(model)
-    if model.main_input_name == "pixel_values":
-        raise PosSwapError(
-            f"{scheme.name}: the positions of {kind(model)} are a grid, and {scheme.name} has one dimension"
-        )
+    _refuse_sparse(new, scheme)
     own = own_attention(model)
     found = {
         path: module
@@ -74,22 +74,33 @@ def find_attention(new: Plan, scheme: Scheme) -> AttentionSite:
         and getattr(module, "config", config).__class__ is config.__class__
         and not CROSS & {*path.split(".")}
     }
+    how = mixing(model)
+    if how is not None:
+        raise PosSwapError(
+            f"{scheme.name} works on the logit of a query and a key, and {kind(model)} has none: its tokens {how}"
+        )
     if not found:
         raise PosSwapError(
             f"{scheme.name} works inside attention, and {kind(model)} has an attention of its own that does not go "
             "through transformers' attention interface"
         )
     refuse_other_keys(scheme, found)
+    _refuse_half(new, scheme, found)
     first = next(iter(found.values()))
-    if first not in own and "kwargs" not in inspect.signature(first.forward).parameters:
+    if first not in own and "kwargs" not in inspect.signature(first.forward).parameters and not is_image(new.anatomy):
         raise PosSwapError(f"{scheme.name}: the attention of {kind(model)} takes no further keywords")
-    heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1
+    heads = getattr(first, "num_attention_heads", config.num_attention_heads)  # ConvBERT's config counts others too
+    groups = getattr(config, "num_key_value_heads", None) or 1
     if heads % groups:
         raise PosSwapError(
             f"{scheme.name}: num_attention_heads={heads} of {kind(model)} is not a multiple of its "
             f"num_key_value_heads={groups}"
         )
-    head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads
+    widths = (
+        getattr(first, "attention_head_size", None),
+        *(getattr(config, key, None) for key in ("head_dim", "d_kv")),
+    )
+    head_dim = next((width for width in widths if width), config.hidden_size // heads)
     return AttentionSite(_stacks(new, found, own), own, heads, head_dim)
 
 
@@ -100,6 +111,18 @@ def refuse_other_keys(scheme: Scheme, found: dict[str, nn.Module]) -> None:
             raise PosSwapError(f"{scheme.name}: {path} reads the keys of another layer, whose places it is not told")
         if isinstance(getattr(module, "compressor", None), nn.Module):
             raise PosSwapError(f"{scheme.name}: {path} compresses several tokens into one key, which has no place")
+
+
+def _refuse_half(new: Plan, scheme: Scheme, found: dict[str, nn.Module]) -> None:
+    """Raise where one stack of two has attention within reach, and the other's would get nothing."""
+    model, reached = new.anatomy.model, {id(module) for module in found.values()}
+    if model.config.is_encoder_decoder and new.anatomy.stack is None:
+        for stack in STACKS:
+            if not reached & {id(module) for module in getattr(model, f"get_{stack}")().modules()}:
+                raise PosSwapError(
+                    f"{scheme.name} works inside attention, and that of the {stack} of {kind(model)} does not go "
+                    "through transformers' attention interface"
+                )
 
 
 def _calls_interface(module: nn.Module) -> bool:
@@ -149,19 +172,32 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
         attention.check_backend(config._attn_implementation, scheme.name, modules)
     if scheme.stacks and site.own and new.anatomy.bias is not None:
         raise PosSwapError(f"{scheme.name} joins what a model has, and {kind(model)} adds its own bias out of reach")
+    if scheme.stacks and new.anatomy.turned is not None:
+        raise PosSwapError(f"{scheme.name} joins what a model has, and {kind(model)} turns q and k out of reach")
+    if new.anatomy.biases.get(RELATIVE) == KEEP and any(own.bias is None for own in site.own.values()):
+        raise PosSwapError(
+            f"relative_bias={KEEP!r}: attention of {kind(model)} that carries {scheme.name} has no room for its own "
+            f"distances; the nearest valid choice is {SILENCE!r}"
+        )
     length = trained_length(new)
     rotation = rotation_of(new, scheme, site, length) if ROTARY in sites else None
+    grid = tuple(new.measured.get(GRID) or trained_grid(new.anatomy)) if is_image(new.anatomy) else None
     text = _count_text(new)
     for stack in site.stacks:
-        change = scheme.bias(BiasGeometry(site.heads, length, stack.causal)) if BIAS in sites else None
-        _attach(new, stack, change, rotation, text)
-        if change is not None and change.absolute and not site.own:
+        sight = watch_images(new, scheme, stack.module, modules[0]) if grid is not None else None
+        tokens = length if sight is None else length + sight.before + sight.after
+        change = scheme.bias(BiasGeometry(site.heads, tokens, stack.causal, grid)) if BIAS in sites else None
+        _attach(new, stack, partial(attention.Attached, change, rotation, sight, text, keeps_bias(new)))
+        if change is not None and change.absolute and not site.own and sight is None:
             _tell_positions(new, stack, scheme)
     for module in modules:
         if module in site.own:
             _reroute(new, module, site.own[module])
     if not scheme.stacks:
-        new.edits += [edit for table in new.anatomy.tables for edit in _unlimited(new, table)]
+        new.edits += [edit for table in new.anatomy.tables if table.grid is None for edit in _unlimited(new, table)]
+    if new.anatomy.turned is not None:
+        unread = sinusoids(model).items()
+        new.edits += [Replace(module, "forward", partial(parts.no_vectors, module), path) for path, module in unread]
     own = f"{attention.PREFIX}{attention.DENSE}{new.anatomy.config._attn_implementation}" if site.own else None
     new.edits.append(attention.Route(modules, site.stacks[0].path, own))
     for path, module in model.named_modules():
@@ -172,7 +208,8 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
     new.storage = PORTABLE
     native = new.anatomy.bias
     # a family that adds ALiBi in each layer has the paper's slopes; Falcon, which adds it for all, has its own
-    new.effective = native is None or native.shared or native.name != scheme.name or bool(scheme.given())
+    same = native is not None and native.name == scheme.name and not (native.shared or native.tables)
+    new.effective = not same or bool(scheme.given())
     new.length = new.length or length
 
 
@@ -188,20 +225,27 @@ def _count_text(new: Plan) -> attention.Text | None:
     return text
 
 
-def _attach(
-    new: Plan, stack: Stack, change: BiasChange | None, rotation: Rotation | None, text: attention.Text | None
-) -> None:
+def _refuse_sparse(new: Plan, scheme: Scheme) -> None:
+    """Raise where BigBird and kin exchange attention modules: for sparse ones, or, at a short text, back."""
+    for _, module in new.anatomy.text_modules():
+        if hasattr(module, "set_attention_type") and {module.attention_type, new.text.attention_type} != {WHOLE}:
+            raise PosSwapError(
+                f"{scheme.name}: attention_type={new.text.attention_type!r}: sparse attention of "
+                f"{kind(new.anatomy.model)} has logits of some blocks only; load it with attention_type={WHOLE!r}"
+            )
+
+
+def _attach(new: Plan, stack: Stack, attach: Callable[[], attention.Attached]) -> None:
     """Edits that attach a change and a rotation to every attention module of a stack, and tell it their places."""
-    joins = keeps_bias(new)
-    common = attention.Attached(change, rotation, text, joins)
-    if change is None or change.shared:
+    common = attach()
+    if common.shared:
         new.edits.append(Replace(stack.module, "posswap", common, stack.path))
         new.edits.append(Hook(stack.module, partial(attention.remember, attached=common), stack.path))
         new.edits.append(Hook(stack.module, partial(attention.forget, attached=common), stack.path, after=True))
     for path, module in stack.attentions.items():
         attached = common
-        if change is not None and not change.shared:
-            attached = attention.Attached(change, rotation, text, joins)
+        if not common.shared:
+            attached = attach()
             new.edits.append(Replace(module, "posswap", attached, path))
         attached.to(next(module.parameters()).device)
         names = tuple(inspect.signature(module.forward).parameters)
@@ -226,6 +270,8 @@ def _reroute(new: Plan, module: nn.Module, declaration: AttentionDeclaration) ->
     new.replace(module, "num_key_value_groups", declaration.groups(module) if declaration.groups else 1)
     if not hasattr(module, "config"):
         new.replace(module, "config", new.text)
+    if declaration.cache is not None:
+        new.replace(module, "layer_idx", getattr(module, declaration.layer))
     stack = new.anatomy.model.base_model
     for name, value in declaration.off.items():
         new.replace(stack, name, value)
@@ -250,14 +296,6 @@ def _unlimited(new: Plan, table: TableSite) -> list[Hook | Replace]:
     return [Hook(caller, partial(parts.without_positions, names=names, argument="position_ids"), where)]
 
 
-def trained_length(new: Plan) -> int:
-    """Tokens that the model was trained on, as far as its table or config tells; 0 where neither does."""
-    if new.anatomy.table is not None:
-        return new.anatomy.table.length
-    config = new.anatomy.config
-    return next((n for n in (getattr(config, key, None) for key in LENGTHS) if isinstance(n, int)), 0)
-
-
 def rotation_of(new: Plan, scheme: Scheme, site: AttentionSite, length: int) -> Rotation:
     """The rotation a rotary scheme asks for, its frequencies from transformers' own rotary module."""
     from transformers import LlamaConfig
@@ -265,15 +303,25 @@ def rotation_of(new: Plan, scheme: Scheme, site: AttentionSite, length: int) -> 
 
     from .rotary import unscaled
 
+    if scheme.ndim == 2:
+        geometry = RotaryGeometry({}, length, site.head_dim, site.head_dim, None, heads=site.heads)
+        change, new.length = scheme.rotary(geometry), length
+        interleaved = change.pairing == "interleaved"
+        return Rotation(change.frequencies, 1.0, interleaved, learned=change.learned, of_image=change.of_image)
     rotary, dim = new.anatomy.rotary, site.head_dim
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     if rotary is not None and not rotary.layer_types:
         parameters, length = unscaled(rotary.parameters(rotary.config, None), rotary.config)
         dim = 2 * next(iter(rotary.modules.values())).get_buffer("inv_freq").shape[-1]
         parameters = {"rope_type": "default", "rope_theta": parameters["rope_theta"]}
+    turned = new.anatomy.turned is not None
+    dim = new.anatomy.turned if turned else dim
     if dim % 2:
         raise PosSwapError(f"{scheme.name}: head_dim={dim} is odd; pairs of dimensions cannot be turned")
-    change = scheme.rotary(RotaryGeometry(parameters, length, site.head_dim, dim, None))
+    change = scheme.rotary(RotaryGeometry(parameters, length, site.head_dim, dim, "interleaved" if turned else None))
+    pairing = change.pairing or ("interleaved" if turned else "halves")
+    if turned and (change.rope_parameters, change.decay, pairing) == (parameters, None, "interleaved"):
+        raise PosSwapError(f"{scheme} would change nothing on this {kind(new.anatomy.model)}")
     if change.rope_parameters["rope_type"] in VARYING:
         raise PosSwapError(
             f"{scheme.name}: its frequencies follow the longest position of a call, which {kind(new.anatomy.model)} "
@@ -291,4 +339,4 @@ def rotation_of(new: Plan, scheme: Scheme, site: AttentionSite, length: int) -> 
     )
     built = LlamaRotaryEmbedding(stand_in)
     new.length = change.length
-    return Rotation(built.inv_freq, built.attention_scaling, change.pairing == "interleaved", change.decay, length // 2)
+    return Rotation(built.inv_freq[None], built.attention_scaling, pairing == "interleaved", change.decay, length // 2)

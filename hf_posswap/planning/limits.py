@@ -4,30 +4,104 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..anatomy import kind
+import torch
+
+from ..anatomy import find_table, kind
 from ..edits import Replace, same
 from ..errors import PosSwapError
+from ..pictures import CONFIG_KEYS
 
 
-def limit_edits(model: Any, config: Any, length: int, tokenizer: Any, processor: Any) -> list[Replace]:
-    """Edits of the length limits that live outside the model: of a text (tokens), of an image (pixels)."""
+def limit_edits(
+    model: Any, config: Any, length: int, tokenizer: Any, processor: Any, original: dict[str, Any]
+) -> list[Replace]:
+    """Edits of the length limits that live outside the model: of a text (tokens), of an image (pixels, channels).
+
+    original: values of the config before the swap, by dotted path.
+    """
     edits = []
     if tokenizer is not None:
         check_tokenizer(tokenizer, model)
         edits.append(Replace(tokenizer, "model_max_length", length, "tokenizer"))
     texts = getattr(processor, "tokenizer", None)
-    if texts is not None and getattr(model, "main_input_name", None) != "pixel_values":
+    if texts is not None and model.main_input_name != "pixel_values":
         check_tokenizer(texts, model)
         edits.append(Replace(texts, "model_max_length", length, "processor.tokenizer"))
     elif processor is not None:
-        size = getattr(config, "image_size", None)
-        if size is None:
+        if getattr(config, "image_size", None) is None:
             raise PosSwapError(f"processor={kind(processor)} was given for a model without images; give tokenizer=")
-        if not hasattr(processor, "size"):
-            raise PosSwapError(f"processor={kind(processor)} has no size to update")
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        edits += _image_limits(processor, height, width)
+        before = {path.rpartition(".")[2]: value for path, value in original.items()}
+        check_processor(processor, model, config, before)
+        edits += _image_limits(processor, *_pair(config.image_size))
+        edits += _channel_limits(processor, getattr(config, "num_channels", 3))
     return [edit for edit in edits if not same(edit.current, edit.value)]
+
+
+def check_processor(processor: Any, model: Any, config: Any, before: dict[str, Any]) -> None:
+    """Raise PosSwapError for a processor that is none of images, or whose pictures this model has never read.
+
+    config: the model's new one; before: what some of its keys were. A model that takes any size has no wrong one.
+    """
+    name, input_name = f"processor={kind(processor)}", model.main_input_name
+    if not hasattr(processor, "size"):
+        raise PosSwapError(f"{name} has no size to update")
+    if input_name not in getattr(processor, "model_input_names", ()):
+        raise PosSwapError(f"{name} makes no {input_name}, which {kind(model)} reads")
+    read = {key: (before.get(key, value), value) for key, value in vars(config).items() if key in CONFIG_KEYS}
+    makes = {
+        "num_channels": len(getattr(processor, "image_mean", None) or ()) or None,
+        "patch_size": getattr(processor, "patch_size", None),
+    }
+    for key, value in makes.items():
+        if value is not None and key in read and _pair(value) not in map(_pair, read[key]):
+            raise PosSwapError(
+                f"{name} has {key}={value}, and this {kind(model)} {read[key][0]}: it is another model's"
+            )
+    made = _made(processor)
+    if made is not None and made not in map(_pair, read["image_size"]) and not _takes(model, config, made):
+        raise PosSwapError(
+            f"{name} makes {made[0]} x {made[1]} pixels, and this {kind(model)} reads {read['image_size'][0]}: it is "
+            "another model's"
+        )
+
+
+def _made(processor: Any) -> tuple[int, int] | None:
+    """(height, width) of what a processor makes, where it does not depend on the picture."""
+    crops = getattr(processor, "do_center_crop", False)
+    size = dict((processor.crop_size if crops else processor.size) or {})
+    found = size.get("height"), size.get("width")
+    return None if None in found else found
+
+
+def _takes(model: Any, config: Any, size: tuple[int, int]) -> bool:
+    """Whether the module that holds the table takes a picture of any size: asked of it, on the meta device."""
+    table = find_table(model)
+    if table is None or len(table.grid or ()) != 2:
+        return False
+    try:
+        with torch.device("meta"), torch.no_grad():
+            type(table.owner)(config)(torch.empty(1, config.num_channels, *size))
+    except (ValueError, RuntimeError):
+        return False
+    return True
+
+
+def _pair(size: Any) -> tuple[int, ...]:
+    return tuple(size) if isinstance(size, (list, tuple)) else (size, size)
+
+
+def _channel_limits(processor: Any, channels: int) -> list[Replace]:
+    """What it normalises with, as kernels are made: fewer channels share their mean, more repeat them in turn."""
+    edits = []
+    for name in ("image_mean", "image_std"):
+        old = list(getattr(processor, name, None) or ())
+        if old and len(old) != channels:
+            shared = [sum(old) / len(old)] * channels
+            value = shared if channels < len(old) else [old[i % len(old)] for i in range(channels)]
+            edits.append(Replace(processor, name, value, "processor"))
+    if edits and getattr(processor, "do_convert_rgb", None):
+        edits.append(Replace(processor, "do_convert_rgb", False, "processor"))
+    return edits
 
 
 def check_tokenizer(tokenizer: Any, model: Any) -> None:

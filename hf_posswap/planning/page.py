@@ -30,7 +30,7 @@ def guard_page(new: Plan, scheme: Scheme) -> None:
 def silence_spatial(new: Plan, scheme: Scheme) -> None:
     """Zeros for weights of the bias on the page, which transformers adds as before."""
     refuse_quantised(new.anatomy.model, str(scheme))
-    for path, module in new.anatomy.page.spatial.items():
-        zeros = nn.Parameter(torch.zeros_like(module.weight), requires_grad=False)
-        new.edits.append(Replace(module, "weight", zeros, path))
+    for path, table in new.anatomy.page.spatial.items():
+        zeros = nn.Parameter(torch.zeros_like(table.weight), requires_grad=False)
+        new.edits.append(Replace(table.owner, table.attribute, zeros, path))
     new.effective = True

@@ -13,8 +13,12 @@ from torch import nn
 from ..anatomy import Anatomy, kind
 from ..edits import ABSENT, Hook, Replace, same
 from ..errors import PosSwapError
+from ..pictures import Picture
 from ..record import ATTENTION_KEY, FOREIGN_ATTENTION, KEY, NATIVE, Record, config_values, owner_of, published
 from ..scheme import Scheme, named
+
+# Where configs of models without a table say the tokens they were trained on; Bloom's and T5's are extra keys.
+LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions")
 
 
 @dataclass
@@ -35,6 +39,8 @@ class Plan:
     effective: bool = False
     recalibrate: bool = False
     layers: tuple[int, ...] | None = None
+    ndim: int | None = None
+    picture: Picture | None = None
 
     @classmethod
     def of(cls, anatomy: Anatomy, scheme: Scheme, recalled: Record | None = None) -> Plan:
@@ -45,12 +51,14 @@ class Plan:
         if recalled is not None:
             new.measured, new.source = dict(recalled.measured), recalled.source
             new.layers = None if recalled.layers is None else tuple(recalled.layers)
+            new.ndim = recalled.ndim
+            new.picture = None if recalled.picture is None else Picture(**recalled.picture)
         return new
 
     @property
     def text(self) -> Any:
         """The new config of the text stack."""
-        return self.config.get_text_config()
+        return self.configs.get(id(self.anatomy.config)) or self.config.get_text_config()
 
     def set_config(self, key: str, value: Any) -> None:
         """Write a key of the new text config, and remember what was there."""
@@ -101,10 +109,12 @@ class Plan:
             layers=None if self.layers is None else list(self.layers),
             stack=self.anatomy.stack,
             biases=dict(self.anatomy.biases),
+            ndim=self.ndim,
+            picture=None if self.picture is None else self.picture.given(),
         )
 
     def __str__(self) -> str:
-        swap = named(self.scheme, self.layers)
+        swap = named(self.scheme, self.layers, self.ndim, self.picture)
         lines = [f"{kind(self.anatomy.model)} -> {swap} ({self.storage}, {len(self.edits)} edits)"]
         lines += [f"  config.{path}: {old!r} -> {self._new(path)!r}" for path, old in config_values(self.original)]
         lines += [f"  {edit}" for edit in self.edits if not (isinstance(edit, Replace) and edit.is_idle)]
@@ -113,6 +123,14 @@ class Plan:
     def _new(self, path: str) -> Any:
         holder, name = owner_of(self.config, path)
         return getattr(holder, name)
+
+
+def trained_length(new: Plan) -> int:
+    """Tokens that the model was trained on, as far as its table or config tells; 0 where neither does."""
+    if new.anatomy.table is not None:
+        return new.anatomy.table.length
+    config = new.anatomy.config
+    return next((n for n in (getattr(config, key, None) for key in LENGTHS) if isinstance(n, int)), 0)
 
 
 def config_path(config: Any, inner: Any) -> str:

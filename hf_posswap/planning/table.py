@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,16 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from .. import parts
-from ..anatomy import Anatomy, TableSite, kind
+from ..anatomy import STACKS, Anatomy, TableSite, kind
 from ..concat import Concatenation, project
 from ..edits import Hook, Replace, same
 from ..errors import PosSwapError
-from ..patches import is_patch_convolution, resize_kernel
-from ..positions import root_mean_square
+from ..positions import SINCOS, resize_grid, root_mean_square, sincos_grid
 from ..record import KEY, PORTABLE
 from ..scheme import Scheme
 from ..sites import EmbedChange, EmbedGeometry
-from .plan import Plan, plain_state, refuse_quantised
+from .images import is_image
+from .picture import resize_picture, sizes
+from .plan import Plan, plain_state, refuse_quantised, trained_length
 
 STREAMS = ("hc_mult", "hc_count")  # where configs of models with hyper-connections count the streams between layers
 
@@ -29,10 +32,11 @@ STREAMS = ("hc_mult", "hc_count")  # where configs of models with hyper-connecti
 def embed_geometry(new: Plan, table: TableSite | None = None) -> EmbedGeometry:
     """What an embed scheme is told of the site: the table, or the token embeddings it would be added to."""
     if table is not None:
-        rows = table.rows[table.reserved :].float()
+        rows = table.positions.float()
         rms = partial(_measure, new, rows, "this model's table", rms_key(new.anatomy, table))
-        own = partial(_resampled, table) if hasattr(table.owner, "interpolate_pos_encoding") else None
-        return EmbedGeometry(rows.shape[-1], len(rows), rows, rms, table.grid, table.patch, own)
+        return EmbedGeometry(
+            rows.shape[-1], len(rows), rows, rms, table.grid, sizes(new, table)[0], own_resample(table)
+        )
     embeddings, config = new.anatomy.model.get_input_embeddings(), new.anatomy.config
 
     def sample() -> Tensor:  # what the module returns, so that an embedding that scales its rows is measured right
@@ -40,7 +44,16 @@ def embed_geometry(new: Plan, table: TableSite | None = None) -> EmbedGeometry:
             return embeddings(torch.arange(min(1024, embeddings.weight.shape[0]), device=embeddings.weight.device))
 
     rms = partial(_measure, new, sample, "this model's token embedding", "rms")
-    return EmbedGeometry(config.hidden_size, config.max_position_embeddings, None, rms)
+    return EmbedGeometry(config.hidden_size, trained_length(new), None, rms)
+
+
+def own_resample(table: TableSite) -> Callable[[tuple[int, int]], Tensor] | None:
+    """The model's own way from its table to that of another grid, None where it has none. All of them take what is
+    there for a square: not the patches of an oblong picture, nor the tubelets of a video.
+    """
+    square = table.grid is not None and len(table.grid) == 2 and table.grid[0] == table.grid[1]
+    own = square and hasattr(table.owner, "interpolate_pos_encoding")
+    return partial(_resampled, table) if own else None
 
 
 def _resampled(table: TableSite, grid: tuple[int, int]) -> Tensor:
@@ -62,6 +75,29 @@ def _resampled(table: TableSite, grid: tuple[int, int]) -> Tensor:
 def rms_key(anatomy: Anatomy, table: TableSite) -> str:
     """The name in a record of a table's root mean square."""
     return "rms" if table is anatomy.table else f"rms {table.path}"
+
+
+def had_key(anatomy: Anatomy, table: TableSite) -> str:
+    """The name in a record of what a table held before the swap, where that was not learned."""
+    return "had" if table is anatomy.table else f"had {table.path}"
+
+
+def held_by(table: TableSite) -> str:
+    """What a table holds: `sincos2d`, by the convention that its numbers follow (MAE, I-JEPA), or `learned`."""
+    rows = table.positions
+    if table.grid is None or len(table.grid) != 2 or rows.shape[1] % 4 or rows.shape[1] < 8 or rows.is_meta:
+        return "learned"
+    for convention in SINCOS:
+        waves = sincos_grid(torch.arange(len(rows)), grid=table.grid, dim=rows.shape[1], convention=convention)
+        if (rows.float().cpu() - waves).abs().max() <= torch.finfo(rows.dtype).eps ** 0.5:
+            return f"sincos2d ({convention})"
+    return "learned"
+
+
+def _remember(new: Plan, table: TableSite) -> None:
+    held = held_by(table)
+    if held != "learned":
+        new.measured.setdefault(had_key(new.anatomy, table), held)
 
 
 def _measure(new: Plan, vectors: Tensor | Callable[[], Tensor], what: str, key: str) -> float:
@@ -97,9 +133,7 @@ def _fill_table(new: Plan, scheme: Scheme, table: TableSite) -> None:
         )
     positions = torch.arange(change.length, device=table.weight.device)
     vectors = change.vectors(positions)
-    written = torch.cat([table.rows[: table.reserved].to(vectors), vectors])
-    _write_table(new, table, written, scheme.trainable)
-    _resize_around(new, table, change, written)
+    _exchange(new, table, vectors, scheme.trainable)
     if change.projection is not None:
         added = _concatenate(new, scheme, change)
         reader = getattr(table.owner, table.attribute)
@@ -107,12 +141,27 @@ def _fill_table(new: Plan, scheme: Scheme, table: TableSite) -> None:
         new.guard()
 
 
+def resize_table(new: Plan, scheme: Scheme) -> None:
+    """The model's own table, for a picture of another size; nothing else is done to it."""
+    for table in new.anatomy.tables:
+        grid, rows = sizes(new, table)[0], table.positions
+        if grid != table.grid:
+            own = own_resample(table)
+            rows = own(grid) if own else resize_grid(rows, table.grid, grid, "bicubic")
+        _exchange(new, table, rows, table.weight.requires_grad)
+
+
 def silence_table(new: Plan, scheme: Scheme) -> None:
     """Zero rows; where there are none, a module that computes its vectors returns zeros."""
     keep_image(new)
     for table in new.anatomy.tables:
-        _write_table(new, table, torch.zeros_like(table.rows), trainable=False)
-        new.length = table.length
+        _remember(new, table)
+        count = table.length if table.grid is None else math.prod(sizes(new, table)[0])
+        others = len(table.rows) - table.length
+        _write_table(new, table, table.rows.new_zeros(others + count, table.rows.shape[-1]), trainable=False)
+        if count != table.length or table.grid is not None:
+            _resize_around(new, table, count)
+        new.length = count
     for path, module in new.anatomy.fixed.items():
         new.edits.append(Replace(module, "forward", partial(parts.no_vectors, module), path))
         new.length = new.anatomy.config.max_position_embeddings
@@ -134,6 +183,18 @@ def keep_image(new: Plan) -> None:
     new.storage = PORTABLE
 
 
+def _exchange(new: Plan, table: TableSite, vectors: Tensor, trainable: bool) -> None:
+    """Other position vectors (P, E); the rows of tokens that have no position stay."""
+    _remember(new, table)
+    before, after = table.others
+    rows = torch.cat([before.to(vectors), vectors, after.to(vectors)])
+    _write_table(new, table, rows, trainable)
+    _resize_around(new, table, len(vectors))
+    page = new.anatomy.page
+    if page is not None and page.image is not None and not same(table.rows[: page.patches], rows[: page.patches]):
+        new.notes.append(f"the {page.patches} image tokens read the first rows of this table, which change too")
+
+
 def _write_table(new: Plan, table: TableSite, rows: Tensor, trainable: bool) -> None:
     """Exchange the Parameter: same dtype, device and form as the one it replaces."""
     refuse_quantised(new.anatomy.model, str(new.scheme))
@@ -146,30 +207,47 @@ def _write_table(new: Plan, table: TableSite, rows: Tensor, trainable: bool) -> 
         new.replace(holder, "num_embeddings", len(rows), table.path)
 
 
-def _resize_around(new: Plan, table: TableSite, change: EmbedChange, written: Tensor) -> None:
+def _resize_around(new: Plan, table: TableSite, length: int) -> None:
     """Everything that has the table's length: index buffers, the config, the patch grid, the length check."""
-    new.length = change.length
-    rows = change.length + table.reserved
+    new.length = length
+    rows = length + len(table.rows) - table.length
     if rows != table.rows.shape[0]:
         _resize_masks(new, table, rows)
     owner_path = table.path.rpartition(".")[0]
     if table.grid is not None:
-        _resize_image(new, table, change.grid, change.patch or table.patch)
+        resize_picture(new, table)
     for name in table.buffers:
         old = table.owner.get_buffer(name)
         counts = torch.arange(rows) if name == "position_ids" else torch.zeros(rows)
+        counts = counts[table.rows.shape[0] - old.shape[-1] :]  # some leave the reserved rows out
         value = counts.to(old.device, old.dtype).expand(*old.shape[:-1], -1)
         new.replace(table.owner, name, value, owner_path)
     if table.grid is not None:
         return
-    new.set_config("max_position_embeddings", rows if table.counted else change.length)
-    page = new.anatomy.page
-    if page is not None and page.image is not None and not same(table.rows[: page.patches], written[: page.patches]):
-        new.notes.append(f"the {page.patches} image tokens read the first rows of this table, which change too")
+    if getattr(new.text, "relative_attention", False) and new.text.max_relative_positions < 1:  # DeBERTa: as many
+        new.set_config("max_relative_positions", new.text.max_position_embeddings)
+    new.set_config("max_position_embeddings", rows if table.counted else length)
+    _recompute(new)
     caller = new.anatomy.caller(table)
     names = tuple(inspect.signature(caller.forward).parameters)
-    check = partial(parts.refuse_longer, names=names, limit=change.length)
+    check = partial(parts.refuse_longer, names=names, limit=length)
     new.edits.append(Hook(caller, check, owner_path if caller is table.owner else kind(caller)))
+
+
+def _recompute(new: Plan) -> None:
+    """What modules computed from the config's length when they were built: MRA, how many blocks it compares."""
+    built: dict[type, dict[str, Any]] = {}
+    for path, module in new.anatomy.text_modules():
+        cls = type(module)
+        whole = any(isinstance(inner, nn.ModuleList) for inner in module.modules())
+        if whole or [*inspect.signature(cls.__init__).parameters] != ["self", "config"]:
+            continue
+        if cls not in built:
+            with torch.device("meta"):
+                before, after = (plain_state(cls(config)) for config in (new.anatomy.config, new.text))
+            built[cls] = {name: value for name, value in after.items() if value != before[name]}
+        for name, value in built[cls].items():
+            new.replace(module, name, value, path)
 
 
 def _resize_masks(new: Plan, table: TableSite, rows: int) -> None:
@@ -189,56 +267,25 @@ def _resize_masks(new: Plan, table: TableSite, rows: int) -> None:
         new.replace(new.anatomy.model.get_submodule(owner), name, value, owner)
 
 
-def _resize_image(new: Plan, table: TableSite, grid: tuple[int, int], patch: tuple[int, int]) -> None:
-    """The image's size and the patch's in the config, and in every module that computed with them when it was built."""
-    path = table.path.rpartition(".")[0]
-    _set_size(new, "image_size", (grid[0] * patch[0], grid[1] * patch[1]))
-    if patch != table.patch:
-        _set_size(new, "patch_size", patch)
-        _resize_patches(new, table, patch)
-    try:
-        with torch.device("meta"):
-            twin = type(table.owner)(new.text)
-    except Exception as error:
-        raise PosSwapError(
-            f"{new.scheme}: {kind(table.owner)} cannot be built with image_size={new.text.image_size!r} and "
-            f"patch_size={new.text.patch_size!r}: {type(error).__name__}: {error}"
-        ) from error
-    for (name, live), fresh in zip(table.owner.named_modules(prefix=path), twin.modules(), strict=True):
-        if live is not table.holder[0] or live is table.owner:  # the table's own size goes with its rows
-            for key, value in plain_state(fresh).items():
-                new.replace(live, key, value, name)
-
-
-def _set_size(new: Plan, key: str, size: tuple[int, int]) -> None:
-    """One number where that says it and the config has one, as its family allows."""
-    whole = isinstance(getattr(new.text, key), int)
-    new.set_config(key, size[0] if whole and size[0] == size[1] else list(size))
-
-
-def _resize_patches(new: Plan, table: TableSite, patch: tuple[int, int]) -> None:
-    found = {path: module for path, module in table.owner.named_modules() if is_patch_convolution(module)}
-    if len(found) != 1:
-        raise PosSwapError(f"{new.scheme}: {kind(new.anatomy.model)} has no patch embedding that could be resized")
-    ((path, convolution),) = found.items()
-    old = convolution.weight
-    new.effective = True
-    kernel = nn.Parameter(resize_kernel(old.detach(), patch), old.requires_grad)
-    new.edits.append(Replace(convolution, "weight", kernel, f"{table.path.rpartition('.')[0]}.{path}"))
-
-
 def silence_bias(new: Plan, scheme: Scheme) -> None:
     refuse_quantised(new.anatomy.model, str(new.scheme))
+    resized = {id(e.owner): e.value for e in new.edits if isinstance(e, Replace) and isinstance(e.value, nn.Parameter)}
     for path, table in new.anatomy.bias.tables.items():
-        zeros = nn.Parameter(torch.zeros_like(table.weight), requires_grad=False)
-        new.edits.append(Replace(table, "weight", zeros, path))
+        zeros = nn.Parameter(torch.zeros_like(resized.get(id(table.owner), table.weight)), requires_grad=False)
+        new.edits.append(Replace(table.owner, table.attribute, zeros, path))
     new.effective = True
 
 
 def install_addition(new: Plan, scheme: Scheme) -> None:
-    """Position vectors added to what enters the first layer, on a model that has no table."""
-    path, layer, stack = new.anatomy.first_layer()
+    """Position vectors added, on a model that has no table: to what enters the first layer, where somebody tells it
+    positions, else to the token embeddings.
+    """
+    if is_image(new.anatomy):
+        raise PosSwapError(f"{scheme.name}: {kind(new.anatomy.model)} has no table of positions to resize or to fill")
+    entries = _entries(new.anatomy)
     geometry = embed_geometry(new)
+    if entries:
+        geometry = replace(geometry, dim=new.anatomy.model.get_input_embeddings().weight.shape[-1])
     change = scheme.embed(geometry)
     if getattr(scheme, "max_positions", None) is not None and not scheme.trainable:
         raise PosSwapError(
@@ -247,8 +294,42 @@ def install_addition(new: Plan, scheme: Scheme) -> None:
         )
     vectors, new.length = change.vectors, geometry.length
     if change.projection is not None:
+        if len(entries) > 1:
+            raise PosSwapError(f"{scheme.name}: combine='concat' is for models of one stack")
         computed = {"table": vectors(torch.arange(change.length))} if scheme.trainable else {"vectors": vectors}
         vectors = _concatenate(new, scheme, change, **computed)
+    for stack in entries or [_add_in_first_layer(new, vectors)]:
+        names = tuple(inspect.signature(stack.forward).parameters)
+        if scheme.trainable:
+            new.length = change.length
+            longest = partial(parts.refuse_longer, names=names, limit=change.length)
+            new.edits.append(Hook(stack, longest, kind(stack)))
+        if entries:
+            new.edits.append(
+                Hook(stack, partial(parts.embed_with_positions, names=names, vectors=vectors), kind(stack))
+            )
+    new.storage = PORTABLE
+    new.effective = True
+
+
+def _entries(anatomy: Anatomy) -> list[nn.Module]:
+    """The stacks (one, or encoder and decoder) that embed tokens and tell no layer positions; none where one does."""
+    model = anatomy.model
+    try:
+        anatomy.first_layer()
+    except PosSwapError:
+        decoded = model.config.is_encoder_decoder
+        names = [name for name in STACKS if anatomy.stack in (None, name)] if decoded else []
+        stacks = [getattr(model, f"get_{name}")() for name in names] or [model.base_model]
+        if all(inspect.signature(one.forward).parameters.keys() >= {"input_ids", "inputs_embeds"} for one in stacks):
+            return stacks
+        raise
+    return []
+
+
+def _add_in_first_layer(new: Plan, vectors: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Edits that add vectors to what enters the first layer; the stack that calls it."""
+    path, layer, stack = new.anatomy.first_layer()
     stack_names, names = (tuple(inspect.signature(m.forward).parameters) for m in (stack, layer))
     for module in dict.fromkeys((new.anatomy.model.base_model, stack)):  # the whole may number tokens for its stack
         of_module = tuple(inspect.signature(module.forward).parameters)
@@ -259,12 +340,7 @@ def install_addition(new: Plan, scheme: Scheme) -> None:
     streams = next((n for n in (getattr(new.text, key, None) for key in STREAMS) if n), 1)
     add = partial(parts.add_positions, names=names, vectors=vectors, streams=streams)
     new.edits.append(Hook(layer, add, path))
-    if scheme.trainable:
-        new.length = change.length
-        longest = partial(parts.refuse_longer, names=stack_names, limit=change.length)
-        new.edits.append(Hook(stack, longest, kind(stack)))
-    new.storage = PORTABLE
-    new.effective = True
+    return stack
 
 
 def _concatenate(new: Plan, scheme: Scheme, change: EmbedChange, **read: Any) -> Concatenation:

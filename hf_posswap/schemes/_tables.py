@@ -1,4 +1,4 @@
-"""How the learned scheme fills a resized table; the arithmetic is `positions.py`."""
+"""How the learned schemes fill a resized table; the arithmetic is `positions.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import positions
-from ..errors import PosSwapError
 from ..sites import EmbedGeometry
 
 
@@ -29,13 +28,15 @@ def resized(init: str, table: Tensor, length: int, **options: int) -> Tensor:
     return fill[init](table, length, **options)
 
 
-def resized_grid(init: str, site: EmbedGeometry, grid: tuple[int, int]) -> Tensor:
-    """(h * w, E) -> (h' * w', E)."""
-    if grid == site.grid:
+RESIZES = ("bicubic", "bilinear", "tile")
+
+
+def resized_grid(site: EmbedGeometry, resize: str, antialias: bool = False) -> Tensor:
+    """(P, E) -> (P', E) of the new grid. Bicubic without antialias is the model's own function, where it has one."""
+    if site.new_grid == site.grid:
         return site.table
-    if init == "interpolate" and site.resample is not None:
-        return site.resample(grid)
-    resize = {"interpolate": positions.resize_grid, "tile": positions.tile_grid}
-    if init not in resize:
-        raise PosSwapError(f"learned: init={init!r} is for text; on a grid of patches use 'interpolate' or 'tile'")
-    return resize[init](site.table, site.grid, grid)
+    if resize == "tile":
+        return positions.tile_grid(site.table, site.grid, site.new_grid)
+    if resize == "bicubic" and not antialias and site.resample is not None:
+        return site.resample(site.new_grid)
+    return positions.resize_grid(site.table, site.grid, site.new_grid, resize, antialias)

@@ -16,18 +16,16 @@ INITS = ("interpolate", "tile", "hierarchical", "fit", "random")
 
 @dataclass(frozen=True, kw_only=True)
 class Learned(Scheme):
-    """A trained table of position vectors: the model's own, resized. Give one of max_positions, target_length, factor,
-    image_size; patch_size may stand alone.
+    """A trained table of position vectors: the model's own, resized. In text, give one of max_positions,
+    target_length, factor; an image model's is resized to its image_size (`learned2d` has more ways).
 
-    max_positions, target_length: tokens (patches, on an image model: a square grid). factor: times the present
-    length. image_size: pixels, one number or (height, width), on image models; patch_size, beside it or alone: the
-    patches' own, their kernels resized by FlexiViT's pseudo-inverse. init: how the new rows come from the old:
-    `interpolate` (linear in text; on a grid as the model itself would, bicubic), `tile`; in text also `hierarchical`
-    (Su 2020), `fit` (the continuation of a sinusoid fitted to the old rows) and `random` (drawn as the old rows
-    scatter, by `init_seed`). All but `interpolate` keep the old rows. combine: `add` to the token embedding, or
-    `concat`: token and position, both of width E, are concatenated and projected back to E by a trained matrix, at the
-    size the table has. It begins as [1 | 1], which is the model as it was; on a model without a table, which gets one
-    of max_positions rows, as [1 | 0], which is `nope`.
+    max_positions, target_length: tokens. factor: times the present length. init: how the new rows come from the old:
+    `interpolate` (linear in text; of patches as `learned2d` does), `tile`; in text also `hierarchical` (Su 2020),
+    `fit` (the continuation of a sinusoid fitted to the old rows) and `random` (drawn as the old rows scatter, by
+    `init_seed`). All but `interpolate` keep the old rows. combine: `add` to the token embedding, or `concat`: token and
+    position, both of width E, are concatenated and projected back to E by a trained matrix, at the size the table has.
+    It begins as [1 | 1], which is the model as it was; on a model without a table, which gets one of max_positions
+    rows, as [1 | 0], which is `nope`.
     """
 
     name = "learned"
@@ -40,8 +38,6 @@ class Learned(Scheme):
     max_positions: int | None = None
     target_length: int | None = None
     factor: float | None = None
-    image_size: int | tuple[int, int] | None = None
-    patch_size: int | tuple[int, int] | None = None
     init: str = "interpolate"
     init_seed: int | None = None
     combine: str = "add"
@@ -55,18 +51,17 @@ class Learned(Scheme):
         seed = self.init_seed
         if seed is not None and (self.init != "random" or type(seed) is not int or seed < 0):
             raise self.refuse("init_seed", "is not a natural number beside init='random'")
-        sizes = {k: v for k, v in self.given().items() if k not in ("init", "init_seed", "combine", "patch_size")}
+        sizes = self._sizes()
         if self.combine == "concat":
-            if self.patch_size is not None:
-                raise self.refuse("patch_size", "is for image models, and combine='concat' for text")
             if sizes.keys() - {"max_positions"}:
                 raise self.refuse("combine", f"does not resize a table; leave out {next(iter(sizes))}")
             if self.init not in ("interpolate", "random"):
                 raise self.refuse("init", "makes new rows from old ones, and combine='concat' makes none; leave it out")
-        elif len(sizes) > 1 or (not sizes and self.patch_size is None):
-            raise PosSwapError(
-                f"learned: give exactly one of max_positions, target_length, factor, image_size; got {sizes or 'none'}"
-            )
+        elif len(sizes) > 1:
+            raise PosSwapError(f"learned: give exactly one of max_positions, target_length, factor; got {sizes}")
+
+    def _sizes(self) -> dict[str, float]:
+        return {k: v for k, v in self.given().items() if k in ("max_positions", "target_length", "factor")}
 
     def embed(self, site: EmbedGeometry) -> EmbedChange:
         from . import _tables
@@ -78,13 +73,9 @@ class Learned(Scheme):
                 "learned: this model has no table of position vectors to resize; 'sinusoidal' can be added to it"
             )
         if site.grid is not None:
-            patch = site.patch if self.patch_size is None else self._pair("patch_size", (1, 1), "positive numbers")
-            grid = self._grid(site, patch)
-            table = _tables.resized_grid(self.init, site, grid)
-            return EmbedChange(partial(_tables.lookup, table), length=len(table), grid=grid, patch=patch)
-        for name in ("image_size", "patch_size"):
-            if getattr(self, name) is not None:
-                raise self.refuse(name, "is for image models; give max_positions")
+            return self._of_patches(site)
+        if not self._sizes():
+            raise PosSwapError("learned: give exactly one of max_positions, target_length, factor")
         length = self.max_positions or self.target_length or int(site.length * self.factor)
         if self.init == "hierarchical" and length > site.length**2:
             raise PosSwapError(
@@ -121,30 +112,13 @@ class Learned(Scheme):
             projection=torch.zeros(site.dim, site.dim),
         )
 
-    def _grid(self, site: EmbedGeometry, patch: tuple[int, int]) -> tuple[int, int]:
-        """(rows, columns) of patches asked for; without a size, those that the present image has."""
-        if self.image_size is not None:
-            size = self._pair("image_size", patch, f"multiples of the patch size {_said(patch)}")
-            return size[0] // patch[0], size[1] // patch[1]
-        if self.max_positions is self.target_length is self.factor is None:
-            size = tuple(count * side for count, side in zip(site.grid, site.patch, strict=True))
-            if size[0] % patch[0] or size[1] % patch[1]:
-                raise self.refuse("patch_size", f"does not divide the image size {_said(size)}; give image_size too")
-            return size[0] // patch[0], size[1] // patch[1]
-        patches = self.max_positions or self.target_length or int(site.length * self.factor)
-        side = round(patches**0.5)
-        if side * side != patches:
-            raise PosSwapError(f"learned: {patches} patches are not a square grid; give image_size=(height, width)")
-        return side, side
+    def _of_patches(self, site: EmbedGeometry) -> EmbedChange:
+        from . import _tables
 
-    def _pair(self, name: str, unit: tuple[int, int], what: str) -> tuple[int, int]:
-        """(height, width) of a parameter that is one number or two, each a multiple of its unit."""
-        value = getattr(self, name)
-        size = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
-        if len(size) != 2 or any(type(s) is not int or s < 1 or s % u for s, u in zip(size, unit, strict=True)):
-            raise self.refuse(name, f"is not one or two {what}")
-        return size
-
-
-def _said(size: tuple[int, int]) -> str:
-    return str(size[0]) if size[0] == size[1] else f"{size[0]} x {size[1]}"
+        for name in self._sizes():
+            raise self.refuse(name, "is for text; give image_size=(height, width)")
+        resize = {"interpolate": "bicubic", "tile": "tile"}.get(self.init)
+        if resize is None:
+            raise self.refuse("init", "is for text; on a grid of patches use 'interpolate' or 'tile', or learned2d")
+        table = _tables.resized_grid(site, resize)
+        return EmbedChange(partial(_tables.lookup, table), length=len(table))

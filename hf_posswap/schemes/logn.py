@@ -16,7 +16,8 @@ class Logn(Scheme):
     """Logits of a query that sees n tokens are multiplied by log n / log L, so that attention stays as sharp as at L.
 
     original_max_position_embeddings: L, the trained length in tokens (the model's own where None). clip: only beyond
-    L, as Qwen does; False: also below 1, as in Su 2021. Joins the positions that the model has.
+    L, as Qwen does; False: also below 1, as in Su 2021. Joins the positions that the model has. On an image model
+    every query sees all tokens, however they stand.
     """
 
     name = "logn"
@@ -24,6 +25,7 @@ class Logn(Scheme):
     sites: ClassVar = frozenset({BIAS})
     stacks: ClassVar = True
     keeps_function: ClassVar = True
+    ndim: ClassVar = 0
 
     original_max_position_embeddings: int | None = None
     clip: bool = True
@@ -34,7 +36,7 @@ class Logn(Scheme):
         self.check_choice("clip", (False, True))
 
     def bias(self, site: BiasGeometry) -> BiasChange:
-        if not site.causal:
+        if not site.causal and site.grid is None:
             raise PosSwapError("logn: the tokens that a query sees are counted from its position, in causal models")
         length = self.original_max_position_embeddings or site.length
         if length < 2:

@@ -21,8 +21,10 @@ class FinetuneArguments:
     """Every flag of a run. Raises PosSwapError for a number out of range, and unless it has one source of text."""
 
     output_dir: str = field(metadata=_help("Folder for the trained model, its checkpoints and train_log.json."))
-    block_size: int = field(metadata=_help("Tokens in a training row."))
     max_steps: int = field(metadata=_help("Optimizer steps, those before a resume included."))
+    block_size: int | None = field(
+        default=None, metadata=_help("Tokens in a training row; a picture has as many as it has patches.")
+    )
     model: str | None = field(
         default=None, metadata=_help("Folder, or name on the hub, of the model to train. Not needed to resume.")
     )
@@ -62,10 +64,18 @@ class FinetuneArguments:
         default="train", metadata=_help("Split of --dataset_name, in datasets' notation: train[:1000], say.")
     )
     text_column: str = field(default="text", metadata=_help("Column that holds the text."))
+    image_dir: str | None = field(
+        default=None, metadata=_help("Folder of pictures with a subfolder for each class, for an image model.")
+    )
+    image_column: str = field(default="image", metadata=_help("Column of --dataset_name that holds the pictures."))
+    label_column: str = field(default="label", metadata=_help("Column of --dataset_name that holds their classes."))
 
-    objective: Literal["causal", "masked"] | None = field(
+    objective: Literal["causal", "masked", "images"] | None = field(
         default=None,
-        metadata=_help("Predict the next token, or masked ones. Read from the model's class where not given."),
+        metadata=_help(
+            "Predict the next token, masked ones, or the class of a picture.",
+            "Read from the model's class where not given.",
+        ),
     )
     packing: Literal["concat", "documents", "whole"] = field(
         default="concat",
@@ -211,12 +221,14 @@ class FinetuneArguments:
         for name in ("teacher", "distil_hidden"):
             if getattr(self, name) and not self.distil:
                 raise PosSwapError(f"{name}={getattr(self, name)!r} was given with distil=0, which asks no teacher")
-        self._check("pose_length", above=self.block_size)
+        if self.block_size is None and (self.train_file or self.train_dir or self.pose_length or self.curriculum):
+            raise PosSwapError("block_size is missing: say how many tokens a training row has")
+        self._check("pose_length", above=self.block_size or 0)
         self._check("pose_chunks", at_least=2, below=SHORTEST_BLOCK)
         if self.pose_length is not None:
             self._refuse_with("pose_length", packing="concat", distil=0)
         self._check_curriculum()
-        sources = ("train_file", "train_dir", "dataset_name")
+        sources = ("train_file", "train_dir", "dataset_name", "image_dir")
         given = {name: getattr(self, name) for name in sources if getattr(self, name) is not None}
         if len(given) != 1:
             raise PosSwapError(f"give exactly one of {', '.join(sources)}; got {given or 'none'}")
@@ -252,7 +264,7 @@ class FinetuneArguments:
         value = getattr(self, name)
         if value is None:
             return
-        whole = next(f.type for f in fields(self) if f.name == name) == "int"
+        whole = "int" in str(next(f.type for f in fields(self) if f.name == name))  # a parser puts types for names
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
             raise PosSwapError(f"{name}={value!r} is not a {'whole ' if whole else ''}number")
         if not math.isfinite(value) or value < at_least:

@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import DistributedType
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
@@ -29,15 +30,19 @@ if TYPE_CHECKING:
 
 
 def find_objective(model: PreTrainedModel, asked: str | None) -> str:
-    """`causal` or `masked`, by the model's class. Raises PosSwapError where it has no head for it, or another."""
-    classes = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "masked": MODEL_FOR_MASKED_LM_MAPPING_NAMES}
+    """`causal`, `masked` or `images`, by the model's class. PosSwapError where it has no head for it, or another."""
+    classes = {
+        "causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "masked": MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "images": MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    }
     fitting = [name for name, mapping in classes.items() if kind(model) in _names(mapping)]
     if model.config.is_encoder_decoder:  # BART and its kin stand in both tables
         fitting = []
     if not fitting:
         raise PosSwapError(
             f"model={kind(model)} has no language-model head to train; "
-            "save it from AutoModelForCausalLM or AutoModelForMaskedLM"
+            "save it from AutoModelForCausalLM or AutoModelForMaskedLM (AutoModelForImageClassification for pictures)"
         )
     if asked is None:
         return fitting[0]

@@ -26,6 +26,7 @@ FREE = frozenset(
         "max_steps",
         "train_file",
         "train_dir",
+        "image_dir",
         "per_device_train_batch_size",
         "gradient_accumulation_steps",
         "gradient_checkpointing",
@@ -44,7 +45,7 @@ def without_paths(arguments: dict[str, Any]) -> dict[str, Any]:
         name: [published(one) for one in value]
         if name == "train_file" and value
         else published(value)
-        if name in ("model", "teacher", "output_dir", "train_dir") and value
+        if name in ("model", "teacher", "output_dir", "train_dir", "image_dir") and value
         else value
         for name, value in arguments.items()
     }
@@ -52,11 +53,11 @@ def without_paths(arguments: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class TrainingLog:
-    """arguments: of the run. scheme: the model's record of its swap. objective: `causal` or `masked`.
+    """arguments: of the run. scheme: the model's record of its swap. objective: `causal`, `masked` or `images`.
 
     chunked_loss: whether the loss was made without all logits at once. corpus_tokens, rows, block_size and
-    longest_document: of the text, in tokens; longest_document is the most that attention spans where documents are
-    packed apart. global_batch_size: rows per step.
+    longest_document: of the text, in tokens, of pictures in patches; longest_document is the most that attention spans
+    where documents are packed apart. global_batch_size: rows per step.
 
     start: what the first rows cost before any step, see `guard.check_start`. steps, tokens: done so far.
     wall_seconds: loading of data, checkpoints and earlier parts of a resumed run included. peak_memory_gib: the most

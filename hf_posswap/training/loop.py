@@ -9,27 +9,28 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, LoggerType, set_seed
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoTokenizer, SchedulerType, get_scheduler
+from transformers import AutoImageProcessor, AutoTokenizer, SchedulerType, get_scheduler
 
 from ..anatomy import kind
 from ..checkpoint import from_pretrained
 from ..errors import PosSwapError, nearest
 from ..evaluation.subjects import trained_length
 from ..patching import carries, patch_model, record_of
+from ..pictures import Picture
 from ..record import KEY
 from ..runs import check_processes, peak_memory
 from ..scheme import Scheme, name_of, named
@@ -58,17 +59,24 @@ from .guard import check_start
 from .log import FILE as LOG
 from .log import TrainingLog, without_paths
 from .loss import chunk_loss
+from .pictures import PictureBatches, for_pictures, read_pictures
 from .trained import Trained, trained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+IMAGES = "images"  # the objective
 
-def load(arguments: FinetuneArguments, scheme: Scheme | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model to train and its tokenizer: of `arguments.model`, patched; or of the checkpoint to resume from.
 
-    A checkpoint is rebuilt from its own patched config and never patched again. Raises PosSwapError where there is
-    nothing to load, or where a resumed checkpoint carries another scheme than the one given.
+def load(
+    arguments: FinetuneArguments, scheme: Scheme | None = None, picture: Mapping[str, Any] | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model to train and its tokenizer (image processor): of `arguments.model`, patched; or of the checkpoint to
+    resume from.
+
+    picture: what an image model is to read, as `patch_model` takes it. A checkpoint is rebuilt from its own patched
+    config and never patched again. Raises PosSwapError where there is nothing to load, or where a resumed checkpoint
+    carries another scheme than the one given.
     """
     checkpoint = find_checkpoint(arguments)
     folder = arguments.model if checkpoint is None else model_folder(checkpoint, arguments)
@@ -76,23 +84,27 @@ def load(arguments: FinetuneArguments, scheme: Scheme | None = None) -> tuple[Pr
         raise PosSwapError("model=None: give the folder of the model to train")
     try:
         model = from_pretrained(folder, dtype=arguments.dtype)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except OSError as error:
-        raise PosSwapError(f"model={str(folder)!r} cannot be loaded: {error}") from error
+        images = model.main_input_name == "pixel_values"
+        tokenizer = (AutoImageProcessor if images else AutoTokenizer).from_pretrained(folder)
+    except (OSError, ImportError) as error:  # older transformers make every image processor by torchvision
+        raise PosSwapError(f"model={str(folder)!r} cannot be loaded: {str(error).strip()}") from error
     if scheme is None:
         for name in ("layers", "fit_tokens"):
             if getattr(arguments, name):
                 raise PosSwapError(f"{name}={getattr(arguments, name)} was given without --scheme")
+        for name, value in (picture or {}).items():
+            raise PosSwapError(f"{name}={value} was given without --scheme; learned2d keeps what there is")
         return model, tokenizer
     if checkpoint is None:
-        fit = None
-        if arguments.fit_tokens:
-            with PartialState().local_main_process_first():  # the others find the tokens in datasets' cache
-                fit = calibration(arguments, tokenizer, trained_length(model), arguments.fit_tokens)
-        return patch_model(model, scheme, tokenizer=tokenizer, layers=arguments.layers, fit=fit), tokenizer
-    if not carries(model, scheme, arguments.layers):
+        wanted = arguments.fit_tokens
+        fit = calibration(arguments, tokenizer, trained_length(model), wanted) if wanted else None
+        reader = {"processor" if images else "tokenizer": tokenizer}
+        return patch_model(model, scheme, **reader, layers=arguments.layers, fit=fit, **(picture or {})), tokenizer
+    read = dict(picture or {})
+    ndim, read = read.pop("ndim", None), Picture.asked(**read)
+    if not carries(model, scheme, arguments.layers, ndim=ndim, picture=read):
         record = record_of(model)
-        carried, asked = None if record is None else name_of(record), named(scheme, arguments.layers)
+        carried, asked = None if record is None else name_of(record), named(scheme, arguments.layers, ndim, read)
         raise PosSwapError(f"scheme={asked} was given, and {checkpoint} carries {carried}; leave --scheme out")
     return model, tokenizer
 
@@ -139,10 +151,10 @@ def finetune(
                 "load the checkpoint's own model, or give another output_dir"
             )
     objective = find_objective(model, arguments.objective)
-    if objective == "masked" and arguments.packing != "concat":
-        raise PosSwapError(f"packing={arguments.packing!r} is for causal models; use packing='concat'")
-    check_tokenizer(tokenizer, model, objective)
-    check_length(model, arguments)
+    if objective == IMAGES:
+        arguments = for_pictures(model, arguments)
+    else:
+        _check_text(model, tokenizer, arguments, objective)
     if bool(arguments.distil) != (teacher is not None):
         raise PosSwapError(f"distil={arguments.distil:g} and a teacher go together; one of them was given")
     if arguments.gradient_checkpointing and not model.supports_gradient_checkpointing:
@@ -150,19 +162,14 @@ def finetune(
 
     with _accelerator(arguments) as accelerator, _in_training(model, arguments):
         check_parallelism(accelerator, model, objective, arguments)
-        with accelerator.local_main_process_first():  # the others find the tokens in datasets' cache
-            blocks = pack(tokenize(read_documents(arguments), tokenizer), tokenizer, arguments)
-        forwards = accelerator.num_processes * arguments.gradient_accumulation_steps
-        global_batch_size = arguments.per_device_train_batch_size * forwards
-        check_count(len(blocks), global_batch_size, blocks.tokens, arguments)
-        batches = Batches(blocks, tokenizer, arguments, objective, global_batch_size)
+        batches = _batches(accelerator, model, tokenizer, arguments, objective)
         model.to(accelerator.device)
         if arguments.pose_length is not None:
             check_positions_spread(model, arguments.pose_length)
         if arguments.packing != "concat":
             for one in filter(None, (model, teacher)):
                 check_documents_apart(one)
-        start = check_start(model, batches) if checkpoint is None else None
+        start = check_start(model, batches) if checkpoint is None and objective != IMAGES else None
         with trained(model, arguments) as chosen:
             run = _prepare(accelerator, chosen, tokenizer, batches, arguments, teacher, started)
             run.log.start = start
@@ -172,6 +179,41 @@ def finetune(
             run.train()
             run.finish()
         return run.log
+
+
+def _check_text(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: FinetuneArguments, objective: str
+) -> None:
+    if arguments.image_dir is not None:
+        raise PosSwapError(f"image_dir={arguments.image_dir!r} is for image models, and {kind(model)} reads text")
+    if arguments.block_size is None:
+        raise PosSwapError("block_size is missing: say how many tokens a training row has")
+    if objective == "masked" and arguments.packing != "concat":
+        raise PosSwapError(f"packing={arguments.packing!r} is for causal models; use packing='concat'")
+    check_tokenizer(tokenizer, model, objective)
+    check_length(model, arguments)
+
+
+def _batches(
+    accelerator: Accelerator,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: FinetuneArguments,
+    objective: str,
+) -> Batches:
+    """What is trained on, in global batches."""
+    forwards = accelerator.num_processes * arguments.gradient_accumulation_steps
+    global_batch_size = arguments.per_device_train_batch_size * forwards
+    with accelerator.local_main_process_first():  # the others find the tokens in datasets' cache
+        if objective == IMAGES:
+            rows, kind_of = read_pictures(model, tokenizer, arguments), PictureBatches
+        else:
+            rows, kind_of = pack(tokenize(read_documents(arguments), tokenizer), tokenizer, arguments), Batches
+    if objective == IMAGES and len(rows) < global_batch_size:
+        raise PosSwapError(f"{len(rows)} pictures do not fill one global batch, which takes {global_batch_size}")
+    if objective != IMAGES:
+        check_count(len(rows), global_batch_size, rows.tokens, arguments)
+    return kind_of(rows, tokenizer, arguments, objective, global_batch_size)
 
 
 def _prepare(
@@ -195,7 +237,7 @@ def _prepare(
         parameters=model.num_parameters(),
         trained_parameters=model.num_parameters(only_trainable=True),
         objective=objective,
-        chunked_loss=chunk_loss(model, causal=objective == "causal", distillation=distillation),
+        chunked_loss=objective != IMAGES and chunk_loss(model, causal=objective == "causal", distillation=distillation),
         corpus_tokens=blocks.tokens,
         rows=len(blocks),
         block_size=arguments.block_size,
@@ -278,8 +320,10 @@ class _Run:
             f"{log.objective} training of {log.model_class}, {log.trained_parameters:,} of {log.parameters:,} "
             f"parameters, on {processes} process(es) ({accelerator.device.type}), mixed precision: "
             f"{accelerator.mixed_precision}",
-            f"{log.corpus_tokens:,} tokens of text in {log.rows:,} rows; longest training row: {longest} tokens{meant}"
-            f"{spread}",
+            f"{log.rows:,} pictures of {longest} patches"
+            if log.objective == IMAGES
+            else f"{log.corpus_tokens:,} tokens of text in {log.rows:,} rows; longest training row: {longest} tokens"
+            f"{meant}{spread}",
             f"global batch: {log.global_batch_size} rows = {arguments.per_device_train_batch_size} per forward x "
             f"{processes} process(es) x {arguments.gradient_accumulation_steps} accumulation step(s)",
         ]
