@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .errors import PosSwapError, nearest
 from .heads import always, finished, given_mask, with_weights
-from .sites import BIAS, EMBED, KEEP, RELATIVE, ROTARY, SILENCE, SPATIAL
+from .sites import BIAS, EMBED, KEEP, RELATIVE, ROTARY, ROTARY_2D, SILENCE, SPATIAL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -254,7 +254,8 @@ class Anatomy:
     """The sites of one model, absent ones None or empty.
 
     `tables`: one, or one for each stack of an encoder-decoder model, or two of one stack that are read together.
-    `fixed`: modules (path -> module) that compute sinusoids and whose output is added. `stack`: `encoder` or `decoder`
+    `fixed`: modules (path -> module) that compute sinusoids and whose output is added. `turning`: the module (path ->
+    module) that hands all layers of an image model their rotation by row and column. `stack`: `encoder` or `decoder`
     where only what is in there is looked at. `turned`: dimensions that attention modules of a declared family turn by
     themselves; no site, for no scheme can be put in its place but inside attention. `page`: what is no site of an order
     of words. `biases`: what was decided of the model's own, by RELATIVE and SPATIAL.
@@ -265,6 +266,7 @@ class Anatomy:
     tables: tuple[TableSite, ...] = ()
     bias: BiasSite | None = None
     fixed: Mapping[str, nn.Module] = field(default_factory=dict)
+    turning: Mapping[str, nn.Module] = field(default_factory=dict)
     stack: str | None = None
     turned: int | None = None
     page: PageSite | None = None
@@ -283,6 +285,7 @@ class Anatomy:
     @property
     def sites(self) -> frozenset[str]:
         present = {ROTARY: self.rotary is not None, EMBED: self.tables or self.fixed, BIAS: self.bias is not None}
+        present[ROTARY_2D] = self.turning
         return frozenset(name for name, has in present.items() if has)
 
     def within(self, stack: str | None, biases: Mapping[str, str] | None = None) -> Anatomy:
@@ -439,6 +442,7 @@ def find_sites(model: PreTrainedModel) -> Anatomy:
         tables=find_tables(model),
         bias=find_bias(model, page),
         fixed=find_fixed(model),
+        turning=find_turning(model),
         turned=find_turned(model),
         page=page,
     )
@@ -471,6 +475,15 @@ def find_rotary(model: PreTrainedModel) -> RotarySite | None:
         sorted(n[: -len("_original_inv_freq")] for n in first._buffers if n.endswith("_original_inv_freq"))
     )
     return RotarySite(modules, config, layer_types)
+
+
+def find_turning(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Of an image model whose layers are handed a rotation: the one module that holds its frequencies."""
+    if model.main_input_name != "pixel_values":
+        return {}
+    handed = any("position_embeddings" in inspect.signature(type(m).forward).parameters for m in model.modules())
+    found = {path: module for path, module in model.named_modules() if "inv_freq" in module._buffers}
+    return found if handed and len(found) == 1 else {}
 
 
 def refuse_foreign_rotary(model: PreTrainedModel, site: RotarySite) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from .anatomies.vit import pair
 from .anatomy import STACKS, Anatomy, TableSite, examine, follows_rotary_contract, kind, text_config
 from .edits import same
 from .patching import config_before, record_of
 from .pictures import CONFIG_KEYS
+from .planning.images import is_image, patch_embedding, trained_grid
 from .planning.layers import SECOND, second_config
 from .planning.plan import config_path, plain_state
 from .planning.rotary import build, has_second_factor, unscaled
@@ -25,7 +27,7 @@ from .quiet import quiet
 from .record import FIT, FOREIGN_ROPE_TYPE, NATIVE, PORTABLE, Record
 from .scheme import Scheme, name_of, scheme_of
 from .serving import Served, serving
-from .sites import BIAS, EMBED, KEEP, RELATIVE, ROTARY, SILENCE, SPATIAL, EmbedGeometry, RotaryGeometry
+from .sites import BIAS, EMBED, KEEP, RELATIVE, ROTARY, ROTARY_2D, SILENCE, SPATIAL, EmbedGeometry, RotaryGeometry
 
 NOTHING = "none"
 PAGE = "page"  # of a document model: no site of an order of words, and shown beside those
@@ -91,6 +93,7 @@ def describe(model: nn.Module) -> Description:
             (anatomy.rotary is not None, _describe_rotary),
             (anatomy.tables, _describe_tables),
             (anatomy.fixed, _describe_fixed),
+            (anatomy.turning, _describe_turning),
             (anatomy.bias is not None, _describe_bias),
             (anatomy.page is not None, _describe_page),
             (anatomy.turned is not None, _describe_turned),
@@ -126,11 +129,15 @@ def _original(anatomy: Anatomy, record: Record | None, key: str) -> Any:
 def _trained_length(anatomy: Anatomy) -> int:
     if anatomy.table is not None:
         return anatomy.table.length
+    if is_image(anatomy):
+        return math.prod(trained_grid(anatomy))
     return getattr(anatomy.config, "max_position_embeddings", 0)
 
 
 def _original_length(anatomy: Anatomy, record: Record | None) -> int:
     table = anatomy.table
+    if table is None and is_image(anatomy):
+        return math.prod(trained_grid(anatomy))
     if table is None:
         return _original(anatomy, record, "max_position_embeddings") or 0
     if table.grid is not None:
@@ -209,6 +216,18 @@ def _describe_fixed(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDes
         yield SiteDescription(EMBED, "sinusoidal", has, f"{words}computed")
 
 
+def _describe_turning(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDescription]:
+    silenced = _silenced(anatomy, record, ROTARY_2D)
+    has = "rope2d" if not silenced else record.scheme if ROTARY in scheme_of(record).sites else NOTHING
+    for module in anatomy.turning.values():
+        parameters = getattr(anatomy.config, "rope_parameters", None) or vars(anatomy.config)
+        theta = parameters.get("rope_theta")
+        base = "" if theta is None else f"rope_theta={_number(float(theta))}, "
+        own = f"{base}{module.inv_freq.shape[-1]} frequencies"
+        inside = "inside attention" if has != NOTHING else ""
+        yield SiteDescription(ROTARY_2D, "rope2d", has, inside if silenced else own)
+
+
 def _describe_table(anatomy: Anatomy, table: TableSite, record: Record | None) -> SiteDescription:
     replaced = record is not None and EMBED in scheme_of(record).sites
     has = NOTHING if _silenced(anatomy, record, EMBED) else record.scheme if replaced else "learned"
@@ -276,8 +295,9 @@ def _describe_added(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDes
     if record is None:
         return
     scheme = scheme_of(record)
+    there = anatomy.known | ({ROTARY} if anatomy.turning else set())
     for site in (EMBED, ROTARY, BIAS):
-        if site in scheme.sites - anatomy.known:
+        if site in scheme.sites - there:
             where = "before the first layer" if site == EMBED else "inside attention"
             if site == EMBED:
                 where = f"concatenated {where}, and projected" if _concatenated(scheme) else f"added {where}"
@@ -473,19 +493,19 @@ class _ImageSubject(_Subject):
 
     def __init__(self, anatomy: Anatomy) -> None:
         super().__init__(anatomy)
-        path = self.table.path.rpartition(".")[0]
-        while path:  # the stack that takes the picture; the layers' own takes patches
+        path = patch_embedding(anatomy)[0] if self.table is None else self.table.path
+        self.stack = None  # that takes the picture; the layers' own takes patches
+        while not isinstance(self.stack, PreTrainedModel) or "pixel_values" not in _arguments(self.stack):
             path = path.rpartition(".")[0]
             self.stack = self.model.get_submodule(path)
-            if "pixel_values" in inspect.signature(self.stack.forward).parameters:
-                break
-        self.grid, self.patch = self.table.grid, self.table.patch
+        self.grid = trained_grid(anatomy)
+        self.patch = patch_embedding(anatomy)[1].kernel_size if self.table is None else self.table.patch
         sides = [side for both in zip(self.grid, self.patch, strict=True) for side in both]
         shape = (1, anatomy.config.num_channels, *sides)  # patches and pixels in turn, along each axis
         pixels = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         self.pixels = pixels.to(self.model.device, self.model.dtype)
         count = math.prod(self.grid)
-        self.first = self.states(self.pixels).shape[0] - count - self.table.trailing
+        self.first = self.states(self.pixels).shape[0] - count - (0 if self.table is None else self.table.trailing)
         self.patches = slice(self.first, self.first + count)
 
     def states(self, pixels: Tensor) -> Tensor:
@@ -495,9 +515,11 @@ class _ImageSubject(_Subject):
         return self.run(pixel_values=pixels if len(size) == 2 else pixels.transpose(1, 2))[1]
 
     def order(self) -> float:
-        flipped = self.pixels.flip(*range(2, 2 + 2 * len(self.grid), 2))
-        straight, permuted = self.states(self.pixels), self.states(flipped)
-        straight[self.patches] = straight[self.patches].flip(0)
+        axes = range(len(self.grid))  # no reversal: a symmetric bias cannot tell one
+        moved = self.pixels.roll([1] * len(axes), [2 + 2 * axis for axis in axes])
+        straight, permuted = self.states(self.pixels), self.states(moved)
+        places = torch.arange(math.prod(self.grid), device=straight.device).reshape(self.grid)
+        straight[self.patches] = straight[self.patches][places.roll([1] * len(axes), [*axes]).flatten()]
         return _relative(permuted, straight)
 
     def shift(self) -> None:
@@ -512,6 +534,10 @@ class _ImageSubject(_Subject):
             found.append((away, _relative(self.states(blank)[self.first], plain)))
             away *= 2
         return tuple(found)
+
+
+def _arguments(module: nn.Module) -> Iterable[str]:
+    return inspect.signature(module.forward).parameters
 
 
 def _rotary_calls(anatomy: Anatomy, subject: _Subject) -> set[str]:

@@ -186,14 +186,14 @@ def _draw_decay(variants: list[Scheme]) -> Any:
     return figure
 
 
-SIDE = 14  # patches of a side of the image that a scheme of two dimensions is drawn on
+PATCHES = 14  # patches of a side of the image that a scheme of two dimensions is drawn on
 
 
 def _draw_offsets(variants: list[Scheme]) -> Any:
     """What a patch in the middle adds to its logits, or scores with vectors equal to its own, over all offsets."""
     maps = [one for scheme in variants for one in _offsets(scheme)]
     figure, axes = _axes(len(maps), 2.7 * len(maps) + 1.2, sharey=True)
-    reach = (0.5 - SIDE, SIDE - 0.5)
+    reach = (0.5 - PATCHES, PATCHES - 0.5)
     for axis, (label, values) in zip(axes, maps, strict=True):
         image = axis.imshow(values, cmap="gray", extent=(*reach, *reach[::-1]), interpolation="nearest")
         axis.set_title(label, fontsize=9)
@@ -204,14 +204,14 @@ def _draw_offsets(variants: list[Scheme]) -> Any:
 
 
 def _offsets(scheme: Scheme) -> list[tuple[str, Tensor]]:
-    """(label, values (2 SIDE - 1, 2 SIDE - 1) by rows and columns from query to key) of a few heads."""
+    """(label, values (2 PATCHES - 1, 2 PATCHES - 1) by rows and columns from query to key) of a few heads."""
     given = ", ".join(f"{k}={v}" for k, v in scheme.given().items()) or "as it starts"
     if BIAS in scheme.sites:
-        change = scheme.bias(BiasGeometry(HEADS, SIDE * SIDE, causal=False, grid=(SIDE, SIDE)))
-        values = change.between(change.parameters, SIDE, SIDE)
+        change = scheme.bias(BiasGeometry(HEADS, PATCHES * PATCHES, causal=False, grid=(PATCHES, PATCHES)))
+        values = change.between(change.parameters, PATCHES, PATCHES)
         return [(f"{given}, head {head + 1} of {HEADS}", values[head]) for head in (0, HEADS // 2, HEADS - 1)]
-    change = scheme.rotary(RotaryGeometry({}, SIDE * SIDE, HEAD_DIM, HEAD_DIM, None, heads=HEADS))
-    offset = torch.arange(1 - SIDE, SIDE)
+    change = scheme.rotary(RotaryGeometry({}, PATCHES * PATCHES, HEAD_DIM, HEAD_DIM, None, heads=HEADS))
+    offset = torch.arange(1 - PATCHES, PATCHES)
     away = torch.stack(torch.meshgrid(offset, offset, indexing="ij"), -1).double()
     if change.frequencies.dim() == 2:
         return [("kind=axial, every head", (away @ change.frequencies.double()).cos().mean(-1))]

@@ -220,6 +220,13 @@ def add_rows(module: nn.Module, args: tuple, output: Tensor, *, kept: KeptRows) 
     return output + kept.rows.to(output.dtype)
 
 
+def unturned(module: nn.Module, args: tuple, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Behind a module that computes (cos, sin): no rotation. Raises PosSwapError where it computes something else."""
+    if not isinstance(output, tuple) or len(output) != 2 or not all(isinstance(one, Tensor) for one in output):
+        raise PosSwapError(f"{type(module).__name__} gave no (cos, sin); its rotation cannot be silenced")
+    return torch.ones_like(output[0]), torch.zeros_like(output[1])
+
+
 def no_vectors(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """The forward of a silenced module of position vectors: zeros (1, 1, 1), for any tokens."""
     tensor = next(chain(module.parameters(), module.buffers()))

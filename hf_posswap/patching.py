@@ -256,7 +256,7 @@ def _replaced_sites(anatomy: Anatomy, record: Record) -> frozenset[str]:
         replaced |= scheme.silences(native, record.biases.get(RELATIVE))
         replaced |= frozenset() if scheme.stacks else (scheme.sites & native) - scheme.sites_in_attention(native)
     numbers = {EMBED: anatomy.tables, BIAS: anatomy.bias is not None and anatomy.bias.tables, ROTARY: True}
-    lost = frozenset(site for site in replaced if numbers[site])
+    lost = frozenset(site for site in replaced if numbers.get(site))
     return lost | {BIAS} if silent_biases(anatomy, record) else lost
 
 

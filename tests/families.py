@@ -85,7 +85,7 @@ class Family:
         for parameter in model.parameters():
             if parameter.dim() > 1:  # the default 0.02 leaves attention so flat that a law could pass by rounding
                 parameter.data.mul_(4.0)
-                if not parameter.any():  # tables of some families begin with zeros
+                if not parameter.is_meta and not parameter.any():  # tables of some families begin with zeros
                     parameter.data.normal_(std=0.5)
         return model
 

@@ -4,6 +4,7 @@ call."""
 from __future__ import annotations
 
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -34,6 +35,8 @@ TOWERS = {
     "ijepa": ("IJepaModel", "IJepaConfig", {}, 0, 0),
     "beit": ("BeitModel", "BeitConfig", {"use_absolute_position_embeddings": True}, 1, 0),
     "yolos": ("YolosModel", "YolosConfig", DETECTION, 1, 3),
+    "dinov3": ("DINOv3ViTModel", "DINOv3ViTConfig", {"num_register_tokens": 3}, 4, 0),
+    "beit_bias": ("BeitModel", "BeitConfig", {"use_relative_position_bias": True}, 1, 0),
 }
 towers = pytest.mark.parametrize("tower", TOWERS)
 SIZED = ("dinov2", "dinov2_with_registers")  # read any size without being asked
@@ -120,7 +123,7 @@ ROTATIONS = [
 ]
 
 
-@pytest.mark.parametrize("tower", ["vit", "dinov2_with_registers", "clip", "siglip", "yolos"])
+@pytest.mark.parametrize("tower", ["vit", "dinov2_with_registers", "clip", "siglip", "yolos", "dinov3"])
 @pytest.mark.parametrize(("scheme", "params"), ROTATIONS, ids=str)
 def test_rotation_turns_patches_and_leaves_other_tokens(tower: str, scheme: str, params: dict):
     model = patch_model(built(tower), scheme, **params)
@@ -255,6 +258,45 @@ def test_table_of_another_grid_is_resampled_as_transformers_resamples_beits():
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("image", [(32, 32), (32, 48)], ids=str)
+def test_dinov3s_own_rotation_made_again_is_the_unpatched_model(image: tuple[int, int]):
+    model, image = built("dinov3", 2), pixels(image)
+    before = states(model, image)
+    patch_model(model, "rope2d", coordinates="image")
+    close(states(model, image), before)
+    assert re.search(r"rotary2d rope2d +inside attention", str(describe(model)))
+    patch_model(model, "rope2d", coordinates="image", rope_theta=50.0)
+    assert (states(model, image) - before).abs().max() > 1e-3
+
+
+def pixtral():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "intermediate_size": 96, "num_hidden_layers": 2}
+    model = transformers.PixtralVisionModel(transformers.PixtralVisionConfig(**sizes, image_size=32, patch_size=8))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("build", [lambda: built("dinov3", 2), pixtral], ids=["dinov3", "pixtral"])
+def test_native_rotation_by_row_and_column_is_described_and_silenced(build, tmp_path):
+    model, image = build().eval(), pixels(32)[:1]
+    moved, count = image.roll(8, -1), 16  # by a column of patches
+    assert re.search(r"rotary2d rope2d +rope_theta=\d+, \d+ frequencies\n  length   16", str(describe(model)))
+    before, order = states(model, image), torch.arange(count).reshape(4, 4).roll(1, -1).flatten()
+    assert (states(model, moved)[:, -count:] - before[:, -count:][:, order]).abs().max() > 1e-3
+    patch_model(model, "nope")
+    close(states(model, moved)[:, -count:], states(model, image)[:, -count:][:, order])
+    assert re.search(r"rotary2d rope2d -> none", str(describe(model)))
+    assert not probe(model).knows_order
+    model.save_pretrained(tmp_path)
+    again = from_pretrained(tmp_path)
+    close(states(again, image), states(model, image))
+    close(states(unpatch_model(again), image), states(unpatch_model(model), image))  # one on sdpa, one on eager
+    assert torch.equal(states(model, image), before)
+
+
 # --- refusals
 
 
@@ -277,6 +319,8 @@ REFUSED = [
     (FAMILIES["llama"].build, "alibi", {"ndim": 2}, r"ndim=2: the tokens of LlamaForCausalLM stand in a row"),
     (shuffling, "rope2d", {}, r"the patches of ViTMAEModel do not reach its attention whole and in order"),
     (small_heads, "rope2d", {}, r"head_dim=6 is no multiple of 4"),
+    (pixtral, "rope2d", {}, r"the patches of PixtralVisionModel do not reach its attention whole .* one image in"),
+    (lambda: built("beit_bias"), "logn", {}, r"logn joins what a model has, and BeitModel adds its own bias"),
     (lambda: built("vit"), "rope2d", {"convention": "yx"}, r"convention='yx' is unknown; did you mean 'xy'"),
     (lambda: built("vit"), "rope2d", {"kind": "diagonal"}, r"kind='diagonal' is unknown"),
     (lambda: built("vit"), "bias2d", {"init": "random"}, r"init='random' is unknown"),

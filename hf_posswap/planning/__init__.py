@@ -14,8 +14,8 @@ from ..pictures import Picture
 from ..record import PORTABLE
 from ..saving import save_edit
 from ..scheme import Scheme
-from ..sites import BIAS, EMBED, RELATIVE, ROTARY, SILENCE, SPATIAL
-from .images import chosen_ndim
+from ..sites import BIAS, EMBED, RELATIVE, ROTARY, ROTARY_2D, SILENCE, SPATIAL
+from .images import chosen_ndim, silence_turning
 from .layers import chosen_layers, plan_layers
 from .limits import limit_edits
 from .page import guard_page, silence_spatial
@@ -86,6 +86,8 @@ def choose_steps(
     if ROTARY in silenced:
         natively = not scheme.sites and is_silent_natively(anatomy)
         steps.append(silence_rotary_natively if natively else silence_rotary)
+    if ROTARY_2D in silenced:
+        steps.append(silence_turning)
     if EMBED in replaced:
         steps.append(install_table)
     if EMBED in silenced:

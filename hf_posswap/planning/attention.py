@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -170,7 +171,7 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
     modules = [module for stack in site.stacks for module in stack.attentions.values()]
     for config in {id(c): c for c in (getattr(m, "config", new.anatomy.config) for m in modules)}.values():
         attention.check_backend(config._attn_implementation, scheme.name, modules)
-    if scheme.stacks and site.own and new.anatomy.bias is not None:
+    if scheme.stacks and (site.own or is_image(new.anatomy)) and new.anatomy.bias is not None:
         raise PosSwapError(f"{scheme.name} joins what a model has, and {kind(model)} adds its own bias out of reach")
     if scheme.stacks and new.anatomy.turned is not None:
         raise PosSwapError(f"{scheme.name} joins what a model has, and {kind(model)} turns q and k out of reach")
@@ -179,9 +180,9 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
             f"relative_bias={KEEP!r}: attention of {kind(model)} that carries {scheme.name} has no room for its own "
             f"distances; the nearest valid choice is {SILENCE!r}"
         )
-    length = trained_length(new)
-    rotation = rotation_of(new, scheme, site, length) if ROTARY in sites else None
     grid = tuple(new.measured.get(GRID) or trained_grid(new.anatomy)) if is_image(new.anatomy) else None
+    length = trained_length(new) if grid is None or new.anatomy.tables else math.prod(grid)
+    rotation = rotation_of(new, scheme, site, length) if ROTARY in sites else None
     text = _count_text(new)
     for stack in site.stacks:
         sight = watch_images(new, scheme, stack.module, modules[0]) if grid is not None else None

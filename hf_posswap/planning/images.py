@@ -13,8 +13,10 @@ from ..anatomy import Anatomy, kind
 from ..edits import Hook, same
 from ..errors import PosSwapError
 from ..grid import Sight, look
+from ..parts import unturned
 from ..patches import is_patch_convolution
 from ..quiet import quiet
+from ..record import PORTABLE
 from .picture import sizes
 
 if TYPE_CHECKING:
@@ -65,6 +67,17 @@ def trained_grid(anatomy: Anatomy) -> tuple[int, int]:
     patch = patch_embedding(anatomy)[1].kernel_size
     height, width = (pixels // size for pixels, size in zip(pair(anatomy.config.image_size), patch, strict=True))
     return height, width
+
+
+def silence_turning(new: Plan, scheme: Scheme) -> None:
+    """The module that hands all layers their rotation hands them none."""
+    for path, module in new.anatomy.turning.items():
+        new.edits.append(Hook(module, unturned, path, after=True))
+    rows, columns = trained_grid(new.anatomy)
+    new.length = rows * columns
+    new.guard()
+    new.storage = PORTABLE
+    new.effective = True
 
 
 def watch_images(new: Plan, scheme: Scheme, stack: nn.Module, attention: nn.Module) -> Sight:

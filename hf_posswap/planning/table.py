@@ -22,7 +22,7 @@ from ..positions import SINCOS, resize_grid, root_mean_square, sincos_grid
 from ..record import KEY, PORTABLE
 from ..scheme import Scheme
 from ..sites import EmbedChange, EmbedGeometry
-from .images import is_image
+from .images import is_image, trained_grid
 from .picture import resize_picture, sizes
 from .plan import Plan, plain_state, refuse_quantised, trained_length
 
@@ -273,6 +273,8 @@ def silence_bias(new: Plan, scheme: Scheme) -> None:
     for path, table in new.anatomy.bias.tables.items():
         zeros = nn.Parameter(torch.zeros_like(resized.get(id(table.owner), table.weight)), requires_grad=False)
         new.edits.append(Replace(table.owner, table.attribute, zeros, path))
+    if is_image(new.anatomy):
+        new.length = math.prod(trained_grid(new.anatomy))
     new.effective = True
 
 
