@@ -55,6 +55,7 @@ studies: $(VENV)/run  ## the studies of docs/, an hour and a half on one core
 	$(RUN) scripts/dilution.py --output_dir docs/dilution
 	$(RUN) scripts/fixed_or_learned.py --output_dir docs/fixed_or_learned
 	$(RUN) scripts/recovery_study.py --output_dir docs/recovery
+	$(RUN) scripts/document_study.py --output_dir docs/documents
 	$(RUN) scripts/image_study.py --output_dir docs/images
 
 wheel: $(VENV)/dev

@@ -21,15 +21,16 @@ from torch import Tensor, nn
 
 from .errors import PosSwapError, nearest
 from .heads import always, finished, given_mask, with_weights
-from .sites import BIAS, EMBED, ROTARY, ROTARY_2D
+from .sites import BIAS, EMBED, KEEP, RELATIVE, ROTARY, ROTARY_2D, SILENCE, SPATIAL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
 STACKS = ("encoder", "decoder")
-# Tables by relative distance, by what their owners call them: T5's holds biases, DeBERTa's vectors that meet q and k
-RELATIVE = {"relative_attention_bias": "t5", "rel_embeddings": "disentangled"}
+# Tables by relative distance, by what their owners call them: those of T5, MPNet and LayoutLM hold biases, DeBERTa's
+# vectors that meet q and k
+RELATIVE_TABLES = {"relative_attention_bias": "t5", "rel_pos_bias": "t5", "rel_embeddings": "disentangled"}
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,9 @@ class TableSite:
 
 @dataclass(frozen=True)
 class BiasTable:
-    """Learned numbers for each distance: the Parameter `attribute` of `owner`, an nn.Embedding or BEiT's module."""
+    """Learned numbers for each distance: the Parameter `attribute` of `owner`: of an nn.Embedding (buckets, H), of
+    LayoutLM's nn.Linear (H, buckets) that reads distances as one-hot vectors, or of BEiT's module (distances, H).
+    """
 
     owner: nn.Module
     attribute: str = "weight"
@@ -118,11 +121,17 @@ class BiasTable:
     def weight(self) -> nn.Parameter:
         return getattr(self.owner, self.attribute)
 
+    @property
+    def count(self) -> int:
+        """Distances, or buckets of them, that have numbers."""
+        return self.owner.in_features if isinstance(self.owner, nn.Linear) else len(self.weight)
+
 
 @dataclass(frozen=True)
 class BiasSite:
-    """Biases per relative distance: learned ones (path -> table), as T5, MPNet and DeBERTa have them, or BEiT of two
-    dimensions, or the ALiBi of a declared family, which holds no numbers. `shared`: layers cannot have them apart.
+    """Biases per relative distance: learned ones (path -> table), as T5, MPNet, LayoutLMv2 and DeBERTa have them, or
+    BEiT of two dimensions, or the ALiBi of a declared family, which holds no numbers. `shared`: layers cannot have them
+    apart.
     """
 
     tables: dict[str, BiasTable]
@@ -131,11 +140,46 @@ class BiasSite:
 
 
 @dataclass(frozen=True)
+class PageSite:
+    """What a document model knows of a page; swaps of the order of its words leave it where it is.
+
+    `reader` takes the boxes, `bbox` (B, S, 4), whose coordinates go from 0 to `largest`. `spatial`: tables (path ->
+    table) of a bias of distances on the page. `restarts`: the tokens of an image follow those of the text and count
+    from 0 again. `image`: the path of the module that makes `patches` image tokens, where these read the first rows of
+    the text's own table.
+    """
+
+    reader: nn.Module
+    largest: float
+    spatial: dict[str, BiasTable]
+    restarts: bool = False
+    image: str | None = None
+    patches: int = 0
+
+
+@dataclass(frozen=True)
+class PageDeclaration:
+    """One thing that a family of document models has of a page, on a module that `holds` these attributes.
+
+    `largest(module)`: the largest coordinate of a box. `spatial(module)`: names of those attributes that make a bias
+    on the page. `restarts`, `image`, `patches(module)`: as in PageSite, `image` the name of an attribute.
+    """
+
+    holds: frozenset[str]
+    largest: Callable[[nn.Module], float] | None = None
+    spatial: Callable[[nn.Module], tuple[str, ...]] | None = None
+    restarts: bool = False
+    image: str | None = None
+    patches: Callable[[nn.Module], int] | None = None
+
+
+@dataclass(frozen=True)
 class TableDeclaration:
     """Where a family keeps its table: what `anatomies/*.py` say.
 
     `attribute`: the table's name on its owner. `fits(owner, config)`: whether this owner is of the family.
-    `reserved(owner)`, `trailing(owner)`: rows that are not positions. The rest is as in TableSite.
+    `reserved(owner)`, `trailing(owner)`: rows that are not positions. `beside`: a second table of the same positions,
+    of another width. The rest is as in TableSite.
     """
 
     family: str
@@ -147,6 +191,7 @@ class TableDeclaration:
     grid: Callable[[nn.Module], tuple[int, ...]] | None = None
     patch: Callable[[nn.Module], tuple[int, ...]] | None = None
     trailing: Callable[[nn.Module], int] | None = None
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,7 +202,8 @@ class AttentionDeclaration:
     (B, H, S, D), key and value (B, H', S, D) from the arguments of a call of its forward, by name.
     `finish(module, output, call)`: what the forward makes of the attention output (B, S, H D), and
     `returns(module, output, weights)` what it returns. `mask(module, call)`: a tensor (B, 1, Q, K) or none, as
-    `given_mask` says. `scaling(module)` multiplies the logits, D**-0.5 where None; `dropout(module)` is its
+    `given_mask` says. `bias(module, query, call)`: what the model itself adds to the logits, None or of a shape that
+    broadcasts to (B, H, Q, K). `scaling(module)` multiplies the logits, D**-0.5 where None; `dropout(module)` is its
     probability; `groups(module)`: H / H', 1 where None; `cache`: the argument that is the cache, if there is one.
     `causal(module)`: keys never follow queries. `alibi`: whether each layer adds it by itself, or the key of the config
     that says whether the stack adds it for all. `off`: what the attributes of that stack are without it. `does`: every
@@ -176,6 +222,7 @@ class AttentionDeclaration:
     cache: str | None = None
     causal: Callable[[nn.Module], bool] = always
     groups: Callable[[nn.Module], int] | None = None
+    bias: Callable[[nn.Module, Tensor, Mapping[str, Any]], Tensor | None] | None = None
     alibi: bool | str = False
     off: Mapping[str, Any] = field(default_factory=dict)
     does: frozenset[str] | None = None
@@ -206,11 +253,12 @@ class MixingDeclaration:
 class Anatomy:
     """The sites of one model, absent ones None or empty.
 
-    `tables`: one, or one for each stack of an encoder-decoder model. `fixed`: modules (path -> module) that compute
-    sinusoids and whose output is added. `turning`: the module (path -> module) that hands all layers of an image model
-    their rotation by row and column. `stack`: `encoder` or `decoder` where only what is in there is looked at.
-    `turned`: dimensions that attention modules of a declared family turn by themselves; no site, for no scheme can be
-    put in its place but inside attention.
+    `tables`: one, or one for each stack of an encoder-decoder model, or two of one stack that are read together.
+    `fixed`: modules (path -> module) that compute sinusoids and whose output is added. `turning`: the module (path ->
+    module) that hands all layers of an image model their rotation by row and column. `stack`: `encoder` or `decoder`
+    where only what is in there is looked at. `turned`: dimensions that attention modules of a declared family turn by
+    themselves; no site, for no scheme can be put in its place but inside attention. `page`: what is no site of an order
+    of words. `biases`: what was decided of the model's own, by RELATIVE and SPATIAL.
     """
 
     model: PreTrainedModel
@@ -221,10 +269,12 @@ class Anatomy:
     turning: Mapping[str, nn.Module] = field(default_factory=dict)
     stack: str | None = None
     turned: int | None = None
+    page: PageSite | None = None
+    biases: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def table(self) -> TableSite | None:
-        """The first table: both stacks have one of the same length."""
+        """The first table: the others are of the same length."""
         return self.tables[0] if self.tables else None
 
     @property
@@ -238,8 +288,13 @@ class Anatomy:
         present[ROTARY_2D] = self.turning
         return frozenset(name for name, has in present.items() if has)
 
-    def within(self, stack: str | None) -> Anatomy:
-        """What one stack has of it; all, where None. Raises PosSwapError for a model that has no such stack."""
+    def within(self, stack: str | None, biases: Mapping[str, str] | None = None) -> Anatomy:
+        """What one stack has of it; all, where None. Raises PosSwapError for a model that has no such stack, or has not
+        the bias that was decided on.
+        """
+        if biases:
+            refuse_unheld(self, biases)
+            return replace(self, biases=dict(biases)).within(stack)
         if stack in (None, "both"):
             return self
         if stack not in STACKS:
@@ -282,6 +337,12 @@ class Anatomy:
             if not f"{path}.".startswith(others):
                 yield path, module
 
+    def caller(self, table: TableSite) -> nn.Module:
+        """The module that is called with the tokens of a table: its owner, or who reads it there without calling it."""
+        if type(table.owner).forward is not nn.Module.forward:
+            return table.owner
+        return self.model.get_submodule(table.path.rpartition(".")[0].rpartition(".")[0])
+
     def layers(self) -> tuple[str, nn.ModuleList]:
         """(path, layers) of the text stack (of the image stack, where there is no text)."""
         count = self.config.num_hidden_layers
@@ -307,6 +368,22 @@ class Anatomy:
                     f"{kind(module)} takes no position_ids, so no position vector can be added to {path}.0"
                 )
         return f"{path}.0", layers[0], stack
+
+
+def refuse_unheld(anatomy: Anatomy, biases: Mapping[str, str]) -> None:
+    """Raise PosSwapError for a decision on a bias that is no decision, or that a model has no numbers for."""
+    held_here = {
+        RELATIVE: anatomy.bias is not None and bool(anatomy.bias.tables),
+        SPATIAL: anatomy.page is not None and bool(anatomy.page.spatial),
+    }
+    where = {RELATIVE: "of distances in tokens", SPATIAL: "of distances on a page"}
+    for name, decision in biases.items():
+        if decision not in (KEEP, SILENCE):
+            raise PosSwapError(f"{name}_bias={decision!r} is unknown; {nearest(decision, (KEEP, SILENCE))}")
+        if not held_here[name]:
+            raise PosSwapError(
+                f"{name}_bias={decision!r}: {kind(anatomy.model)} has no learned bias {where[name]}; leave it out"
+            )
 
 
 def kind(model: nn.Module) -> str:
@@ -358,8 +435,17 @@ def _of_windows(model: PreTrainedModel) -> str:
 
 def find_sites(model: PreTrainedModel) -> Anatomy:
     """The anatomy of a model, not yet judged."""
-    tables, bias, fixed = find_tables(model), find_bias(model), find_fixed(model)
-    return Anatomy(model, find_rotary(model), tables, bias, fixed, find_turning(model), turned=find_turned(model))
+    page = find_page(model)
+    return Anatomy(
+        model,
+        rotary=find_rotary(model),
+        tables=find_tables(model),
+        bias=find_bias(model, page),
+        fixed=find_fixed(model),
+        turning=find_turning(model),
+        turned=find_turned(model),
+        page=page,
+    )
 
 
 def held(module: nn.Module) -> dict[str, Any]:
@@ -414,9 +500,9 @@ def find_table(model: PreTrainedModel) -> TableSite | None:
 
 
 def find_tables(model: PreTrainedModel) -> tuple[TableSite, ...]:
-    """The learned table of each stack. Raises PosSwapError where a stack has several."""
+    """The learned table of each stack. Raises PosSwapError where a stack has several that are not read together."""
     found = [
-        _table_site(model, path, owner, declaration)
+        (_table_site(model, path, owner, declaration), declaration)
         for path, owner in Anatomy(model).text_modules()
         for declaration in declared("TABLE")
         if declaration.attribute in owner._parameters or declaration.attribute in owner._modules
@@ -424,9 +510,10 @@ def find_tables(model: PreTrainedModel) -> tuple[TableSite, ...]:
         and declaration.fits(owner, text_config(model))
     ]
     stacks = [id(getattr(model, f"get_{stack}")()) for stack in STACKS] if model.config.is_encoder_decoder else ()
-    if len(found) > 1 and [id(site.owner) for site in found] != stacks:
-        raise PosSwapError(f"{kind(model)} has several tables of positions ({', '.join(t.path for t in found)})")
-    return tuple(found)
+    first = [site for site, declaration in found if not declaration.beside]
+    if len(first) > 1 and [id(site.owner) for site in first] != stacks:
+        raise PosSwapError(f"{kind(model)} has several tables of positions ({', '.join(t.path for t in first)})")
+    return tuple(first) + tuple(site for site, declaration in found if first and declaration.beside)
 
 
 def _table_site(model: PreTrainedModel, path: str, owner: nn.Module, declaration: TableDeclaration) -> TableSite:
@@ -465,12 +552,43 @@ def find_turned(model: PreTrainedModel) -> int | None:
     return next((own.turns(module) for module, own in turning), None)
 
 
-def find_bias(model: PreTrainedModel) -> BiasSite | None:
-    tables, grids = {}, {}
-    for attribute, name in RELATIVE.items():
+def find_page(model: PreTrainedModel) -> PageSite | None:
+    """What a model that is given boxes knows of the page, by the declarations in `anatomies/`."""
+    reader = model.get_encoder() if model.config.is_encoder_decoder else model.base_model
+    if "bbox" not in inspect.signature(reader.forward).parameters:
+        return None
+    found = [
+        (path, module, declaration)
+        for path, module in model.named_modules()
+        for names in (held(module).keys(),)
+        for declaration in declared("PAGE")
+        if names >= declaration.holds
+    ]
+    largest = [declaration.largest(module) for _, module, declaration in found if declaration.largest is not None]
+    if not largest:
+        return None
+    spatial = {
+        f"{path}.{name}": BiasTable(getattr(module, name))
+        for path, module, declaration in found
+        if declaration.spatial is not None
+        for name in declaration.spatial(module)
+    }
+    restarts = any(declaration.restarts for _, _, declaration in found)
+    images = [(path, module, declaration) for path, module, declaration in found if declaration.image is not None]
+    if not images:
+        return PageSite(reader, largest[0], spatial, restarts)
+    path, module, declaration = images[0]
+    image = f"{path}.{declaration.image}".lstrip(".")
+    return PageSite(reader, largest[0], spatial, restarts, image, declaration.patches(module))
+
+
+def find_bias(model: PreTrainedModel, page: PageSite | None = None) -> BiasSite | None:
+    tables, grids, spatial = {}, {}, page.spatial if page is not None else {}
+    for attribute, name in RELATIVE_TABLES.items():
         for path, module in model.named_modules():
-            if isinstance(module._modules.get(attribute), nn.Embedding):
-                tables[f"{path}.{attribute}"] = BiasTable(module._modules[attribute])
+            whole = f"{path}.{attribute}"
+            if isinstance(module._modules.get(attribute), (nn.Embedding, nn.Linear)) and whole not in spatial:
+                tables[whole] = BiasTable(module._modules[attribute])
         if tables:
             return BiasSite(tables, name)
     for path, module in model.named_modules():
@@ -516,12 +634,19 @@ def mixing(model: PreTrainedModel) -> str | None:
 
 @cache
 def declared(name: str) -> tuple[Any, ...]:
-    """Every TABLE, ATTENTION or MIXING (of several families) in `anatomies/`."""
+    """Every TABLE, ATTENTION, PAGE or MIXING (of several families) in `anatomies/`; a second one of a file, or of a
+    family, has more to its name.
+    """
     from . import anatomies
 
     files = pkgutil.iter_modules(anatomies.__path__)
     modules = [importlib.import_module(f"{anatomies.__name__}.{file.name}") for file in files]
-    return tuple(getattr(module, name) for module in modules if hasattr(module, name))
+    return tuple(value for module in modules for key, value in vars(module).items() if is_declaration(key, name))
+
+
+def is_declaration(key: str, name: str) -> bool:
+    """Whether a top-level name in `anatomies/` is a declaration of a kind: TABLE, or BOX_TABLE."""
+    return key == name or key.endswith(f"_{name}")
 
 
 def find_pairing(site: RotarySite, model: PreTrainedModel) -> str | None:
@@ -576,6 +701,7 @@ def _refuse_unexplained(anatomy: Anatomy) -> None:
     model, bias = anatomy.model, anatomy.bias
     known = {id(module) for table in anatomy.tables for module in table.owner.modules()}
     known |= {id(t.owner) for t in (bias.tables.values() if bias else ())}
+    known |= {id(t.owner) for t in (anatomy.page.spatial.values() if anatomy.page else ())}
     if model.main_input_name != "pixel_values":  # a picture's is no table, and some classes do not find it
         known.add(id(model.get_input_embeddings()))
     for path, module in anatomy.text_modules():

@@ -52,18 +52,47 @@ class Places:
     grid: Grid | None = None
 
 
+@dataclass
+class Text:
+    """The text in the forward that runs, S tokens, where those of an image follow it and count from 0 again.
+
+    `positions`: what the caller says of its tokens, (B, S), less the `first` position id of the family.
+    """
+
+    first: int = 0
+    length: int | None = None
+    positions: Tensor | None = None
+
+    def places(self, count: int, device: torch.device) -> Tensor:
+        """Where `count` tokens stand, (count,), or (B, count) where that is said row by row."""
+        places = torch.arange(count, device=device)
+        if self.length is None:
+            return places
+        if self.positions is None:
+            return torch.where(places < self.length, places, places - self.length)
+        image = places[: count - self.length].expand(len(self.positions), -1)
+        return torch.cat([self.positions.to(device), image], dim=-1)
+
+
 class Attached(nn.Module):
     """What a scheme puts inside attention: its learned parameters, its constants, and the functions that read them.
 
     Everything is float32 and stays so whatever the model is cast to. Constants are no buffers: they have values on a
-    model that has none yet, and no checkpoint holds them.
+    model that has none yet, and no checkpoint holds them. `sight`: what tells the grid of an image model's patches.
+    `text`: what tells where an image's tokens begin, in models of text whose count begins again there. `joins`: the
+    bias that a model hands to its attention stays, beside this one.
     """
 
     def __init__(
-        self, change: BiasChange | None = None, rotation: Rotation | None = None, sight: Sight | None = None
+        self,
+        change: BiasChange | None = None,
+        rotation: Rotation | None = None,
+        sight: Sight | None = None,
+        text: Text | None = None,
+        joins: bool = False,
     ) -> None:
         super().__init__()
-        self.change, self.rotation, self.sight = change, rotation, sight
+        self.change, self.rotation, self.sight, self.text, self.joins = change, rotation, sight, text, joins
         self.memo: dict[tuple, Any] | None = None
         self.constants = {} if change is None else dict(change.constants)
         if change is not None:
@@ -103,6 +132,11 @@ class Attached(nn.Module):
             self.memo[at] = compute()
         return self.memo[at]
 
+    @property
+    def shared(self) -> bool:
+        """Whether all layers of a stack can have this one: none learns anything of its own."""
+        return (self.change is None or self.change.shared) and (self.rotation is None or not self.rotation.learned)
+
     def rotate(self, x: Tensor, first: int | Tensor, is_key: bool, grid: Grid | None = None) -> Tensor:
         """Queries or keys (B, H, S, D), rotated, at the places first, first + 1, ...; on a grid its patches alone."""
         rotation = self.rotation.of(self.frequencies) if self.rotation.learned else self.rotation
@@ -110,13 +144,17 @@ class Attached(nn.Module):
 
         def compute() -> tuple[Tensor, Tensor]:
             if grid is None:
-                places = torch.arange(x.shape[-2], device=x.device)[:, None] + first
-                return rotation.tables(places, is_key, x.dtype)
+                places = self.places(x.shape[-2], first, x.device)[..., None]
+                return rotation.tables(places if places.dim() == 2 else places[:, None], is_key, x.dtype)
             coordinates = grid.coordinates(rotation.ndim, rotation.of_image, x.device)
             cos, sin = rotation.tables(coordinates, is_key, x.dtype)
             return grid.framed(cos, 1.0), grid.framed(sin)
 
         return rotation.turn(x, *self.once(what, x, 0, Places(first, first), compute))
+
+    def places(self, count: int, first: int | Tensor, device: torch.device) -> Tensor:
+        """Where `count` tokens stand: (count,), or (B, count) by what a caller says of a text before an image."""
+        return torch.arange(count, device=device) + first if self.text is None else self.text.places(count, device)
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
         return {name: t.to(device) for name, t in [*self._parameters.items(), *self.constants.items()]}
@@ -131,10 +169,13 @@ class Attached(nn.Module):
         queries, keys, device = query.shape[2], key.shape[2], query.device
         if places.grid is not None:
             return self.on_grid(query, places.grid)[None].to(query.dtype)
-        if self.change.placed is None:
+        if self.change.placed is None and self.text is None:
             return spread(self.by_distance(query, key, places), queries, keys)[None].to(query.dtype)
-        q = torch.arange(queries, device=device) + places.query
-        k = torch.arange(keys, device=device) + places.key
+        q, k = self.places(queries, places.query, device), self.places(keys, places.key, device)
+        if self.change.placed is None:
+            q, k = (places.reshape(-1, places.shape[-1]) for places in (q, k))
+            bias = self.change.bias(self.tensors(device), k[:, None] - q[..., None])
+            return _of_heads(bias, query).transpose(0, 1).to(query.dtype)
         position = (q[None] if positions is None else positions.to(device))[..., None]
         bias = self.change.placed(self.tensors(device), (k - q[:, None])[None], position)
         return _of_heads(bias.transpose(0, 1), query).transpose(0, 1).to(query.dtype)
@@ -224,6 +265,16 @@ def forget(module: nn.Module, args: tuple, output: Any, *, attached: Attached) -
     attached.memo = None
 
 
+def count_text(module: nn.Module, args: tuple, kwargs: dict, *, names: tuple[str, ...], text: Text) -> tuple:
+    """Before a model that puts an image's tokens behind the text's: how many the text has."""
+    call = given(names, args, kwargs)
+    inputs = call.get("inputs_embeds") if call.get("input_ids") is None else call["input_ids"]
+    text.length = 0 if inputs is None else inputs.shape[1]
+    positions = call.get("position_ids")
+    text.positions = None if positions is None else positions - text.first
+    return args, kwargs
+
+
 def hand_places(
     module: nn.Module, args: tuple, kwargs: dict, *, names: tuple[str, ...], attached: Attached
 ) -> tuple[tuple, dict]:
@@ -301,12 +352,14 @@ def attend(
         query, key, value = attached.extended(query, key, value, scaling)
         output, weights = forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         return output[..., :width].contiguous(), weights  # some models take a view of it
+    own = kwargs.pop("position_bias", None) if attached.joins else None
     kwargs["position_bias"] = None  # the model's own, silenced
-    if backend == "flex_attention" and change.placed is None and places.grid is None:
+    if backend == "flex_attention" and change.placed is None and places.grid is None and own is None:
         values = attached.once("values", query, key.shape[2], places, lambda: attached.by_distance(query, key, places))
         kwargs["position_bias"] = Diagonals(values, query.shape[2])
         return forward(module, query, key, value, attention_mask, **kwargs)
     bias = attached.once("bias", query, key.shape[2], places, lambda: attached.dense(query, key, places, positions))
+    bias = bias if own is None else bias + own
     if backend == "flex_attention":
         kwargs["position_bias"] = bias.expand(query.shape[0], -1, -1, -1)
         return forward(module, query, key, value, attention_mask, **kwargs)
@@ -344,6 +397,9 @@ def reroute(module: nn.Module, *args: Any, declaration: AttentionDeclaration, na
         if mask is None:  # Megatron-BERT and RoFormer before transformers 5.23 look both ways
             raise PosSwapError(f"{type(module).__name__} is a decoder's and was given no mask; it is not causal here")
         positions = ((mask == 0).sum(-1)[:, 0] - 1).clamp(min=0)
+    own = None if declaration.bias is None else declaration.bias(module, query, call)
+    if own is not None:
+        mask = own if mask is None else (mask + own).clamp(min=torch.finfo(query.dtype).min)
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, stock(module, "eager"))
     output, weights = attention(
         module,

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from . import anatomies
-from .anatomy import Anatomy, own_attention
+from .anatomy import Anatomy, held, is_declaration, own_attention
 from .errors import PosSwapError
 from .saving import CODE, Travel
 
@@ -53,10 +53,10 @@ def own_source() -> tuple[str, dict[str, str]]:
     return Path(__file__).read_text(encoding="utf-8"), AUTO_MAP
 '''
 
-NAMES = ("TABLE", "ATTENTION")  # of declarations in `anatomies`
+NAMES = ("TABLE", "ATTENTION", "PAGE")  # of declarations in `anatomies`
 DECLARED = '''def declared(name: str) -> tuple[Any, ...]:
     """The declarations that this model's family is known by."""
-    return {{"TABLE": ({}), "ATTENTION": ({}), "MIXING": ()}}[name]'''
+    return {{"TABLE": ({}), "ATTENTION": ({}), "PAGE": ({}), "MIXING": ()}}[name]'''
 
 LOADER = """
 
@@ -74,13 +74,15 @@ def travel_of(anatomy: Anatomy, scheme: Scheme, steps: Sequence[Any]) -> Travel:
 def _declared_in(anatomy: Anatomy) -> Iterator[tuple[str, str]]:
     """(module, name) of the declarations that this model's family is known by."""
     attentions, families = own_attention(anatomy.model).values(), {table.family for table in anatomy.tables}
+    every = [held(module).keys() for module in anatomy.model.modules()] if anatomy.page else []
     for file in pkgutil.iter_modules(anatomies.__path__):
         module = f"{anatomies.__name__}.{file.name}"
-        declarations = vars(importlib.import_module(module))
-        if getattr(declarations.get("TABLE"), "family", None) in families:
-            yield module, "TABLE"
-        if declarations.get("ATTENTION") in attentions:
-            yield module, "ATTENTION"
+        for key, value in vars(importlib.import_module(module)).items():
+            of_table = is_declaration(key, "TABLE") and value.family in families
+            of_attention = is_declaration(key, "ATTENTION") and value in attentions
+            of_page = is_declaration(key, "PAGE") and any(names >= value.holds for names in every)
+            if of_table or of_attention or of_page:
+                yield module, key
 
 
 def travel(
@@ -99,7 +101,11 @@ def travel(
         )
     heads = auto_classes(cls)
     flat = Flat(
-        {"declared": DECLARED.format(*("".join(f"{n}," for _, n in declared_in if n == name) for name in NAMES))}
+        {
+            "declared": DECLARED.format(
+                *("".join(f"{key}," for _, key in declared_in if is_declaration(key, name)) for name in NAMES)
+            )
+        }
     )
     for root in (scheme, *steps, Portable):
         flat.take(root.__module__, root.__name__)

@@ -80,7 +80,7 @@ def _load_portable(
     loader = type(cls.__name__, (cls,), {"_keys_to_ignore_on_load_unexpected": ignored, "__module__": cls.__module__})
     model = loader.from_pretrained(path, config=config, **kwargs)
     model.__class__ = cls
-    anatomy = examine(model).within(record.stack)
+    anatomy = examine(model).within(record.stack, record.biases)
     steps = choose_steps(anatomy, scheme, chosen_layers(anatomy, record.layers), record.picture)
     install(model, rebuild(anatomy, record, scheme, steps, travel_of(anatomy, scheme, steps)))
     load_added(model, path, **hub)

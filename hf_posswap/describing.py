@@ -27,9 +27,10 @@ from .quiet import quiet
 from .record import FIT, FOREIGN_ROPE_TYPE, NATIVE, PORTABLE, Record
 from .scheme import Scheme, name_of, scheme_of
 from .serving import Served, serving
-from .sites import BIAS, EMBED, ROTARY, ROTARY_2D, EmbedGeometry, RotaryGeometry
+from .sites import BIAS, EMBED, KEEP, RELATIVE, ROTARY, ROTARY_2D, SILENCE, SPATIAL, EmbedGeometry, RotaryGeometry
 
 NOTHING = "none"
+PAGE = "page"  # of a document model: no site of an order of words, and shown beside those
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ def describe(model: nn.Module) -> Description:
             (anatomy.fixed, _describe_fixed),
             (anatomy.turning, _describe_turning),
             (anatomy.bias is not None, _describe_bias),
+            (anatomy.page is not None, _describe_page),
             (anatomy.turned is not None, _describe_turned),
         )
         if present
@@ -257,10 +259,21 @@ def _describe_bias(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDesc
             continue
         seen.add(words)
         had, replaced = anatomy.bias.name, mine is not None and BIAS in scheme_of(mine).sites
-        has = _in_layers(mine, had, NOTHING if _silenced(anatomy, mine, BIAS) else mine.scheme if replaced else had)
+        left = mine.scheme if replaced else NOTHING if _silenced(anatomy, mine, BIAS) else had
+        if replaced and mine.biases.get(RELATIVE) == KEEP:
+            left = f"{had} + {mine.scheme}"
         what = "distances" if had == "bias2d" else "buckets"
-        own = "" if table is None else f"{len(table.weight)} {what}"
-        yield SiteDescription(BIAS, had, has, words + ("inside attention" if replaced else own))
+        own = "" if table is None else f"{table.count} {what}"
+        yield SiteDescription(BIAS, had, _in_layers(mine, had, left), words + ("inside attention" if replaced else own))
+
+
+def _describe_page(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDescription]:
+    """What a document model knows of the page: all of it is kept, but for what was asked to be silent."""
+    page = anatomy.page
+    had = "boxes, bias" if page.spatial else "boxes"
+    silent = record is not None and record.biases.get(SPATIAL) == SILENCE
+    biases = f", their bias {'silenced' if silent else 'kept'}" if page.spatial else ""
+    yield SiteDescription(PAGE, had, "boxes" if silent else had, f"coordinates 0 to {page.largest:g} kept{biases}")
 
 
 def _describe_turned(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDescription]:
@@ -297,8 +310,10 @@ def _concatenated(scheme: Scheme) -> bool:
 
 def _silenced(anatomy: Anatomy, record: Record | None, site: str) -> bool:
     """Whether one of the model's own sites was silenced by a swap that put nothing like it there."""
-    scheme = None if record is None else scheme_of(record)
-    return scheme is not None and site in scheme.silences(anatomy.sites) - scheme.sites
+    if record is None:
+        return False
+    scheme = scheme_of(record)
+    return site in scheme.silences(anatomy.sites, record.biases.get(RELATIVE)) - scheme.sites
 
 
 def _table_is_bypassed(anatomy: Anatomy) -> bool:
@@ -311,6 +326,8 @@ def _number(value: Any) -> str:
 
 
 # --- probe
+
+IMAGE_SIDE = 224  # pixels of the images that LayoutLMv2 reads
 
 
 @dataclass(frozen=True)
@@ -388,7 +405,7 @@ class _Subject:
     """A model and a tiny input: hidden states (S, E) after its first layer, and after its last."""
 
     def __init__(self, anatomy: Anatomy) -> None:
-        self.model, self.table = anatomy.model, anatomy.table
+        self.model, self.table, self.page = anatomy.model, anatomy.table, anatomy.page
         self.layer = anatomy.layers()[1][0]
         model = anatomy.model
         if model.config.is_encoder_decoder:
@@ -409,6 +426,15 @@ class _Subject:
         if not seen:  # SqueezeBERT calls the forward of its layers past their hooks
             seen.append(self.stack(**inputs, output_hidden_states=True).hidden_states[1])
         return seen[0][0], last[0]
+
+    def blank_page(self, ids: Tensor) -> dict[str, Tensor]:
+        """What a document model must be given beside (S,) tokens: one place for all of them, and a white image."""
+        page = self.page
+        if page is None:
+            return {}
+        boxes = torch.zeros(1, len(ids), 4, dtype=torch.long if page.largest > 1 else torch.float, device=ids.device)
+        image = torch.zeros(1, 3, IMAGE_SIDE, IMAGE_SIDE, dtype=self.model.dtype, device=ids.device)
+        return {"bbox": boxes} | ({"image": image} if page.image is not None else {})
 
 
 class _TextSubject(_Subject):
@@ -432,7 +458,8 @@ class _TextSubject(_Subject):
         arguments = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
         if shift is not None:
             arguments["position_ids"] = torch.arange(shift, shift + len(ids), device=ids.device)[None]
-        return self.run(**arguments)
+        first, last = self.run(**arguments, **self.blank_page(ids))
+        return first[: len(ids)], last[: len(ids)]  # an image's tokens stand behind
 
     def order(self) -> float:
         count = len(self.ids) - 1 if self.causal else len(self.ids)
@@ -625,8 +652,9 @@ def _table_faults(anatomy: Anatomy, table: TableSite, record: Record | None) -> 
         rows = table.positions
         rms = record.measured.get(rms_key(anatomy.within(record.stack), table), 1.0)
         geometry = EmbedGeometry(rows.shape[-1], len(rows), rows, lambda: rms, table.grid, table.grid)
-        expected = scheme.embed(geometry).vectors(torch.arange(len(rows), device=rows.device)).to(rows.dtype)
-        if not same(rows, expected):
+        expected = scheme.embed(geometry).vectors(torch.arange(len(rows), device=rows.device))
+        saved = (rows.dtype, torch.float16, torch.bfloat16)  # a checkpoint may hold fewer digits than it is loaded with
+        if not any(same(rows, expected.to(dtype).to(rows.dtype)) for dtype in saved):
             yield f"{table.path}: is not the {scheme} table that the record says"
     if _silenced(anatomy, record, EMBED) and bool(table.rows.any()):
         yield f"{table.path}: the record says it is silenced, and it is not zero"

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 HEARD = "posswap_heard_"  # names in the attention interface: the stock backend, listened to
 PAIRS_AT_ONCE = 2**22  # of queries and keys: 16 MiB of float32 logits
 SECONDS_BEFORE_A_BAR = 5
+UNDERSTOOD = ("input_ids", "attention_mask", "token_type_ids", "bbox")
 
 
 def refuse_unfittable(scheme: Scheme) -> None:
@@ -127,7 +128,8 @@ def _refuse_deaf(new: Plan, attached: Mapping[nn.Module, Attached]) -> None:
 
 @dataclass
 class Rows:
-    """Calibration text as rows of equal length without padding: dicts of (B, S) inputs. Counts its `tokens`.
+    """Calibration text as rows of equal length without padding: dicts of (B, S) inputs, boxes (B, S, 4) among them.
+    Counts its `tokens`.
 
     limit: tokens of the longest row, 0 where the model does not tell. vocabulary: ids that the model knows.
     """
@@ -167,10 +169,8 @@ class Rows:
             raise self._refuse(batch, f"holds ids that are not among this model's {self.vocabulary}")
         inputs = {name: value[None] if ids.dim() == 1 else value for name, value in inputs.items()}
         for name, value in inputs.items():
-            if (
-                name not in ("input_ids", "attention_mask", "token_type_ids")
-                or value.shape != inputs["input_ids"].shape
-            ):
+            of_token = value.shape[2:] if name == "bbox" else ()
+            if name not in UNDERSTOOD or value.shape != (*inputs["input_ids"].shape, *of_token):
                 raise self._refuse(name, "among the inputs is not understood; give input_ids and attention_mask alone")
         return inputs
 
@@ -201,7 +201,7 @@ class Rows:
                 )
             chosen = lengths == length
             if length:
-                yield {name: v[chosen][real[chosen]].reshape(-1, length) for name, v in inputs.items()}
+                yield {name: v[chosen][real[chosen]].reshape(-1, length, *v.shape[2:]) for name, v in inputs.items()}
 
     @staticmethod
     def _refuse(value: Any, reason: str) -> PosSwapError:

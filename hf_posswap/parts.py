@@ -171,6 +171,55 @@ def refuse_longer(
     return args, kwargs
 
 
+def refuse_boxes(
+    module: nn.Module, args: tuple, kwargs: dict, *, names: tuple[str, ...], largest: float
+) -> tuple[tuple, dict]:
+    """Raise PosSwapError for boxes (B, S, 4), or corners (B, S, 8), off the page, or turned inside out.
+
+    Their values are read, which waits for an accelerator; a compiler, which has no values, is not stopped.
+    """
+    boxes = given(names, args, kwargs).get("bbox")
+    if not isinstance(boxes, Tensor) or boxes.is_meta or torch.compiler.is_compiling():
+        return args, kwargs
+    ordered = torch.ones_like(boxes[..., 0], dtype=torch.bool)
+    if boxes.shape[-1] == 4:
+        ordered = (boxes[..., 0] <= boxes[..., 2]) & (boxes[..., 1] <= boxes[..., 3])
+    inside = ((boxes >= 0) & (boxes <= largest)).all(-1)
+    wrong = (~(inside & ordered)).nonzero()
+    if len(wrong):
+        at = tuple(wrong[0].tolist())
+        reason = "has x1 < x0 or y1 < y0" if inside[at] else f"is not on the page, which is 0 to {largest:g} both ways"
+        box = ", ".join(f"{value:g}" for value in boxes[at].tolist())
+        raise PosSwapError(f"bbox[{', '.join(map(str, at))}]=({box}) {reason}; give (x0, y0, x1, y1)")
+    return args, kwargs
+
+
+def number_tokens(module: nn.Module, args: tuple, kwargs: dict, *, names: tuple[str, ...]) -> tuple[tuple, dict]:
+    """Number the tokens of each row from 0 where the caller gave no position_ids: a buffer of them would end."""
+    call = given(names, args, kwargs)
+    if call.get("position_ids") is not None:
+        return args, kwargs
+    inputs = call["inputs_embeds"] if call.get("input_ids") is None else call["input_ids"]
+    positions = torch.arange(inputs.shape[1], device=inputs.device).expand(inputs.shape[:2])
+    return with_argument(names, args, kwargs, "position_ids", positions)
+
+
+class KeptRows(nn.Module):
+    """Vectors (V, E) of image tokens that read the first rows of a text's table, when that is silenced; float32."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(rows.detach().float().clone())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        return super()._apply(keeping_dtype(fn), recurse)
+
+
+def add_rows(module: nn.Module, args: tuple, output: Tensor, *, kept: KeptRows) -> Tensor:
+    """After the module that makes the image tokens (B, V, E)."""
+    return output + kept.rows.to(output.dtype)
+
+
 def unturned(module: nn.Module, args: tuple, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Behind a module that computes (cos, sin): no rotation. Raises PosSwapError where it computes something else."""
     if not isinstance(output, tuple) or len(output) != 2 or not all(isinstance(one, Tensor) for one in output):
@@ -187,11 +236,18 @@ def no_vectors(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 def without_positions(
     module: nn.Module, args: tuple, kwargs: dict, *, names: tuple[str, ...], argument: str
 ) -> tuple[tuple, dict]:
-    """Every token asks a silenced table for its first row: all rows are zero, and no sequence is longer than it."""
+    """Every token asks a silenced table for its first row: all rows are zero, and no sequence is longer than it.
+
+    Token types come from a buffer as long as the table where the caller gives none: Bros reads a slice of it.
+    """
     call = given(names, args, kwargs)
     if isinstance(call.get(argument), Tensor):
         zeros = torch.zeros_like(call[argument])
     else:
         inputs = call["inputs_embeds"] if call.get("input_ids") is None else call["input_ids"]
         zeros = torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
+    if "token_type_ids" in module._buffers and call.get("token_type_ids") is None:
+        inputs = call["inputs_embeds"] if call.get("input_ids") is None else call["input_ids"]
+        types = torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
+        args, kwargs = with_argument(names, args, kwargs, "token_type_ids", types)
     return with_argument(names, args, kwargs, argument, zeros)

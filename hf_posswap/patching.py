@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from .anatomy import Anatomy, examine, kind, text_config
+from .anatomy import Anatomy, BiasTable, examine, kind, text_config
 from .edits import ABSENT, Journal, Replace
 from .errors import PosSwapError, RecalibrationWarning
 from .pictures import Picture
@@ -25,7 +25,7 @@ from .planning.rotary import keep_dtype, pairing_edits, rotary_edits, rotary_geo
 from .record import KEY, PORTABLE, Record, config_values, owner_of
 from .saving import save_edit
 from .scheme import Scheme, make_scheme, scheme_of
-from .sites import BIAS, EMBED, ROTARY
+from .sites import BIAS, EMBED, RELATIVE, ROTARY, SILENCE, SPATIAL
 
 ATTRIBUTE = "_posswap"
 
@@ -51,6 +51,8 @@ def patch_model(
     dry_run: bool = False,
     layers: Sequence[int] | None = None,
     stack: str | None = None,
+    relative_bias: str | None = None,
+    spatial_bias: str | None = None,
     ndim: int | None = None,
     fit: Iterable[Any] | None = None,
     image_size: int | Sequence[int] | None = None,
@@ -68,6 +70,10 @@ def patch_model(
         tokenizer, processor: their limits (tokens, pixels) are updated with the model's.
         dry_run: return the Plan, which prints itself, and change nothing.
         stack: of an encoder-decoder model, the `encoder` or the `decoder` alone; both where None or `both`.
+        relative_bias: `keep` or `silence` a learned bias per distance in tokens (T5, MPNet, LayoutLMv2 and v3, UDOP) or
+            in patches (BEiT); None: as the scheme says, which leaves it alone where it replaces something else like for
+            like, and silences it otherwise.
+        spatial_bias: `keep` (also None) or `silence` a document model's bias of distances on the page.
         layers: indices of the layers that take the scheme; the others keep the positions they have. None: all.
         ndim: 1 lets a scheme of one dimension number the patches of an image model row by row; None (or 2) asks for a
             scheme of two there.
@@ -103,8 +109,9 @@ def patch_model(
         from .fitting import fit_plan, refuse_unfittable  # imports transformers' modeling code, seconds of it
 
         refuse_unfittable(scheme)
+    biases = {name: value for name, value in ((RELATIVE, relative_bias), (SPATIAL, spatial_bias)) if value is not None}
     patch = patch_of(model)
-    asked_for = {"layers": layers, "stack": stack, "ndim": ndim, "picture": picture}
+    asked_for = {"layers": layers, "stack": stack, "biases": biases, "ndim": ndim, "picture": picture}
     if patch is not None and fit is None and carries(model, scheme, **asked_for) and not dry_run:
         done = patch.record
         limits = limit_edits(model, text_config(model), done.length, tokenizer, processor, done.original)
@@ -134,16 +141,19 @@ def carries(
     scheme: Scheme,
     layers: Sequence[int] | None,
     stack: str | None = None,
+    biases: Mapping[str, str] | None = None,
     ndim: int | None = None,
     picture: Picture | None = None,
 ) -> bool:
     """Whether a model's record is of this very swap."""
-    record, anatomy = record_of(model), examine(model).within(stack)
+    record, anatomy = record_of(model), examine(model).within(stack, biases)
     chosen = chosen_layers(anatomy, layers)
-    if record is not None and (record.stack, record.ndim) != (anatomy.stack, chosen_ndim(anatomy, scheme, ndim)):
+    if record is None or (record.stack, record.biases) != (anatomy.stack, anatomy.biases):
+        return False
+    if record.ndim != chosen_ndim(anatomy, scheme, ndim):
         return False
     asked = None if chosen is None else list(chosen), None if picture is None else picture.given()
-    return record is not None and scheme_of(record) == scheme and (record.layers, record.picture) == asked
+    return scheme_of(record) == scheme and (record.layers, record.picture) == asked
 
 
 def unpatch_model(model: nn.Module, *, tokenizer: Any = None, processor: Any = None) -> Any:
@@ -159,8 +169,9 @@ def unpatch_model(model: nn.Module, *, tokenizer: Any = None, processor: Any = N
     if patch is None:
         raise PosSwapError(f"model={kind(model)} is not patched; there is nothing to undo")
     _revert(model, patch)
+    given = (tokenizer, processor, getattr(processor, "tokenizer", None))
     for edit in reversed(patch.outside.edits):
-        if edit.owner is tokenizer or edit.owner is processor:
+        if any(edit.owner is one for one in given):
             edit.swap()
     return model
 
@@ -207,14 +218,14 @@ def adopt(model: nn.Module, record: Record) -> Patch:
             f"this model's config says {record.scheme!r}, stored portable, and the model was built without it; "
             "load the checkpoint with hf_posswap.from_pretrained"
         )
-    anatomy = examine(model).within(record.stack)
+    anatomy = examine(model).within(record.stack, record.biases)
     replaced = _replaced_sites(anatomy, record)
     trainable = scheme_of(record).trainable
     if EMBED in replaced and not trainable:  # transformers loads every table as trainable
         for table in anatomy.tables:
             table.weight.requires_grad_(False)
-    if BIAS in replaced and not trainable:
-        for table in anatomy.bias.tables.values():
+    if BIAS in replaced:
+        for table in silent_biases(anatomy, record):
             table.weight.requires_grad_(False)
     if ROTARY in replaced:
         for module in anatomy.rotary.modules.values():
@@ -239,13 +250,22 @@ def _replaced_sites(anatomy: Anatomy, record: Record) -> frozenset[str]:
     """The sites of a model whose numbers a recorded swap took over or silenced; an ALiBi has none, and
     neither have sinusoids that are computed.
     """
-    scheme = scheme_of(record)
-    resized = frozenset() if record.picture is None else frozenset({EMBED})
-    if scheme.stacks or record.layers is not None:
-        return resized
-    replaced = (scheme.sites & anatomy.sites or anatomy.sites) | resized
+    scheme, native = scheme_of(record), anatomy.sites
+    replaced = frozenset() if record.picture is None else frozenset({EMBED})
+    if record.layers is None:
+        replaced |= scheme.silences(native, record.biases.get(RELATIVE))
+        replaced |= frozenset() if scheme.stacks else (scheme.sites & native) - scheme.sites_in_attention(native)
     numbers = {EMBED: anatomy.tables, BIAS: anatomy.bias is not None and anatomy.bias.tables, ROTARY: True}
-    return frozenset(site for site in replaced if numbers.get(site))
+    lost = frozenset(site for site in replaced if numbers.get(site))
+    return lost | {BIAS} if silent_biases(anatomy, record) else lost
+
+
+def silent_biases(anatomy: Anatomy, record: Record) -> list[BiasTable]:
+    """The tables of biases, in tokens and on the page, that a recorded swap silenced."""
+    silenced = scheme_of(record).silences(anatomy.sites, record.biases.get(RELATIVE))
+    found = list(anatomy.bias.tables.values()) if BIAS in silenced and anatomy.bias is not None else []
+    spatial = anatomy.page.spatial if record.biases.get(SPATIAL) == SILENCE else {}
+    return found + list(spatial.values())
 
 
 def config_before(model: nn.Module, record: Record) -> Any:

@@ -105,7 +105,7 @@ class Portable:
             kwargs.setdefault("attn_implementation", config._attn_implementation)
         loaded = super().from_pretrained(path, *args, config=before, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        anatomy = find_sites(model).within(record.stack)
+        anatomy = find_sites(model).within(record.stack, record.biases)
         new = rebuild(anatomy, record, from_params(cls.scheme, record.params), cls.steps, cls.travel)
         Journal([*new.config_edits(), *new.edits]).apply()
         load_added(model, path, **hub)

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from .errors import PosSwapError, nearest
+from .sites import KEEP, RELATIVE, SILENCE, SPATIAL
 
 KEY = "posswap"
 VERSION = 1  # hf_posswap 0.N is the first to write version N
 DIGEST = "digest"
 FIT = "fit"  # in `measured`: how well parameters fit that were chosen on text, see `profile.Fit`
 NATIVE, PORTABLE = "native", "portable"
-SPARED = frozenset({"stack", "ndim", "picture"})  # not written where None: records of before do not hold them
+SPARED = frozenset({"stack", "biases", "ndim", "picture"})  # not written where they say nothing, as in older records
 
 # Stands where a rope_type would in a portable checkpoint: stock transformers stops at it instead of loading a
 # model whose rotation this package had silenced.
@@ -23,6 +24,8 @@ FOREIGN_ROPE_TYPE = "hf_posswap"
 
 # The same where the rotation stays: in a saved config transformers reads this key as the attention backend to use.
 ATTENTION_KEY, FOREIGN_ATTENTION = "attn_implementation", "hf_posswap"
+
+DECISIONS = frozenset((bias, decision) for bias in (RELATIVE, SPATIAL) for decision in (KEEP, SILENCE))
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class Record:
     swap, by dotted path (`pairing`, the one that no config holds, beside them). measured: numbers read off the
     model at the swap, needed again at a reload, or told by `describe` (FIT). source: the un-patched model's name.
     layers: indices of the layers that take the scheme, None for all. stack: `encoder` or `decoder` where one takes it,
-    None (not written) for all there is. ndim: 1 where the patches of an image are numbered row by row, else None (not
+    None (not written) for all there is. biases: what was decided of the model's own, RELATIVE and SPATIAL, where it was
+    (not written where nothing was). ndim: 1 where the patches of an image are numbered row by row, else None (not
     written). picture: what an image model reads from now on, as `pictures.Picture` has it, None (not written) for what
     it read before. Written with a digest: a record that was damaged, or edited by hand, describes another model than
     the one it lies with.
@@ -48,12 +52,13 @@ class Record:
     source: str = ""
     layers: list[int] | None = None
     stack: str | None = None
+    biases: dict[str, str] = field(default_factory=dict)
     ndim: int | None = None
     picture: dict[str, Any] | None = None
     version: int = VERSION
 
     def to_dict(self) -> dict[str, Any]:
-        data = {key: value for key, value in asdict(self).items() if key not in SPARED or value is not None}
+        data = {key: value for key, value in asdict(self).items() if key not in SPARED or value not in (None, {})}
         return data | {DIGEST: digest(data)}
 
     @staticmethod
@@ -75,7 +80,9 @@ class Record:
         if missing:
             raise PosSwapError(f"{KEY} in the config lacks {sorted(missing)}")
         types = {"scheme": str, "params": dict, "storage": str, "length": int, "version": int, "source": str}
-        for key, expected in (types | {"original": dict, "measured": dict}).items():
+        for key, expected in (types | {"original": dict, "measured": dict, "biases": dict}).items():
+            if key in SPARED and key not in data:
+                continue
             if not isinstance(data[key], expected) or isinstance(data[key], bool):
                 raise PosSwapError(f"{KEY}.{key}={data[key]!r} in the config is not a {expected.__name__}")
         layers = data["layers"]
@@ -83,6 +90,8 @@ class Record:
             raise PosSwapError(f"{KEY}.layers={layers!r} in the config is not a list of integers")
         if data.get("stack") not in (None, "encoder", "decoder"):
             raise PosSwapError(f"{KEY}.stack={data['stack']!r}; {nearest(data['stack'], ('encoder', 'decoder'))}")
+        if any((key, value) not in DECISIONS for key, value in data.get("biases", {}).items()):
+            raise PosSwapError(f"{KEY}.biases={data['biases']!r} in the config is not understood")
         if data.get("ndim") not in (None, 1) or isinstance(data.get("ndim"), bool):
             raise PosSwapError(f"{KEY}.ndim={data['ndim']!r} in the config is not 1")
         if not isinstance(data.get("picture"), (dict, type(None))):

@@ -38,7 +38,8 @@ class Rotation:
         return self.frequencies.shape[-2]
 
     def tables(self, coordinates: Tensor, is_key: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What `turn` needs for tokens at coordinates (S, ndim): cos and sin (S, R) or (H, S, R).
+        """What `turn` needs for tokens at coordinates (S, ndim), or (B, 1, S, ndim) where each row has its own: cos and
+        sin (S, R) or (H, S, R), or (B, 1, S, R) or (B, H, S, R).
 
         The first of the two dimensions of a pair has its sine negative.
         """
@@ -59,7 +60,7 @@ class Rotation:
         return torch.addcmul(x * cos, partner, sin)
 
     def _decay(self, places: Tensor, is_key: bool) -> Tensor:
-        """zeta_i^(n / decay) on queries and its inverse on keys (xPos, eq. 14), at places n (S, 1): (S, R/2)."""
+        """zeta_i^(n / decay) on queries, its inverse on keys (xPos, eq. 14), at places n (..., S, 1): (..., S, R/2)."""
         half = self.frequencies.shape[-1]
         zeta = (torch.arange(half, device=places.device) / half + 0.4) / 1.4
         power = places.float() / self.decay

@@ -11,7 +11,17 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .errors import PosSwapError, nearest
-from .sites import BIAS, ROTARY, BiasChange, BiasGeometry, EmbedChange, EmbedGeometry, RotaryChange, RotaryGeometry
+from .sites import (
+    BIAS,
+    KEEP,
+    ROTARY,
+    BiasChange,
+    BiasGeometry,
+    EmbedChange,
+    EmbedGeometry,
+    RotaryChange,
+    RotaryGeometry,
+)
 
 if TYPE_CHECKING:
     from .record import Record
@@ -56,10 +66,16 @@ class Scheme:
         turned = self.in_attention or ROTARY not in native
         return self.sites & ({BIAS, ROTARY} if turned else {BIAS})
 
-    def silences(self, native: frozenset[str]) -> frozenset[str]:
-        """Those of a model's own sites that stop; like for like leaves the others alone."""
+    def silences(self, native: frozenset[str], relative_bias: str | None = None) -> frozenset[str]:
+        """Those of a model's own sites that stop; like for like leaves the others alone.
+
+        relative_bias: what was decided of its bias, KEEP or SILENCE.
+        """
         replaced = (self.sites & native) - self.sites_in_attention(native)
-        return frozenset() if replaced or self.stacks else native
+        silent = frozenset() if replaced or self.stacks else native
+        if relative_bias is None:
+            return silent
+        return silent - {BIAS} if relative_bias == KEEP else silent | {BIAS}
 
     @property
     def recomputable(self) -> bool:

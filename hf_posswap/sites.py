@@ -24,6 +24,8 @@ ROTARY = "rotary"  # a rotation of q and k before their dot product
 BIAS = "bias"  # a term on the attention logits
 SITES = (EMBED, ROTARY, BIAS)
 ROTARY_2D = "rotary2d"  # the same by row and column of a patch, in models that have it by themselves
+RELATIVE, SPATIAL = "relative", "spatial"  # biases that a model has: by distance in tokens, and on a page
+KEEP, SILENCE = "keep", "silence"  # what can be decided of them
 
 
 @dataclass(frozen=True)

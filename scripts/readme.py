@@ -148,6 +148,7 @@ def families() -> str:
 def coverage() -> str:
     report = _read("docs/coverage.json")
     words = {"causal-lm": "causal", "masked-lm": "masked", "seq2seq-lm": "encoder-decoder and speech"}
+    words |= {"document": "document"}
     counts = []
     for task, count in report["summary"].items():
         some = count["works"] + count.get("partly", 0)

@@ -14,6 +14,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -100,7 +101,7 @@ def padding(model: Any, before: int, after: int, positions: bool) -> float:
         both["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
     if "decoder_input_ids" in inputs:
         both["decoder_input_ids"] = inputs["decoder_input_ids"].expand(2, -1)
-    alone, together = model(**inputs).logits, model(**both).logits[:1]
+    alone, together = model(**inputs).logits, model(**zoo.with_image(model, both)).logits[:1]
     if "decoder_input_ids" not in inputs:
         together = together[:, before : before + length]
     return apart(together, alone)
@@ -243,6 +244,7 @@ def batch(pairs: list[tuple[str, str]], work: Path) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), deprecations.heard():
         warnings.simplefilter("ignore")
         root = Path(folder)
+        shutil.copy(Path(__file__).with_name("detectron.py"), root / "before.py")
         records = [survey(task, model_type, root, deprecations) for task, model_type in pairs]
         environment = os.environ | {"HF_MODULES_CACHE": str(root.parent / f"{root.name}-modules")}
         for mode in ("stock", "package"):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 import transformers
+
+from .detectron import stand_in
+
+stand_in()
 
 VOCAB, WIDTH, HEADS, LENGTH, PAD = 64, 64, 4, 32, 1
 SIZES = {
@@ -49,6 +54,8 @@ class Family:
 
     causal: tokens see only what precedes them. positions: the forward takes position_ids. first: the position id
     of a first token. packs: position_ids that start again separate documents. layers_key: the layer count's key.
+    pads: the sides on which a padded row stays as it is; image tokens count from the first token, padding or not.
+    fused: this transformers lets it choose sdpa.
     beside: settings of a config that nests the stack's as `nested`.
     """
 
@@ -59,6 +66,8 @@ class Family:
     positions: bool = True
     first: int = 0
     packs: bool = False
+    pads: tuple[str, ...] = ("left", "right")
+    fused: bool = True
     layers_key: str = "num_hidden_layers"
     vision: bool = False
     beside: dict | None = None
@@ -79,6 +88,15 @@ class Family:
                 if not parameter.is_meta and not parameter.any():  # tables of some families begin with zeros
                     parameter.data.normal_(std=0.5)
         return model
+
+
+LABELS = ENCODER | {"num_labels": VOCAB}  # token classification, with logits as wide as a language model's
+OFFSET = {"max_position_embeddings": LENGTH + PAD + 1}
+TABLES_OF_COORDINATES = {"coordinate_size": 12, "shape_size": 8}
+
+
+def _document(name: str, settings: dict, **flags: object) -> Family:
+    return Family(f"{name}ForTokenClassification", f"{name}Config", LABELS | settings, False, **flags)
 
 
 def _roberta(model: str, config: str) -> Family:
@@ -269,6 +287,19 @@ FAMILIES: dict[str, Family] = {
         positions=False,
         layers_key="num_layers",
     ),
+    "layoutlm": _document("LayoutLM", {}, fused=transformers.LayoutLMModel._supports_sdpa),
+    "layoutlmv2": _document(
+        "LayoutLMv2",
+        TABLES_OF_COORDINATES | {"image_feature_pool_shape": [2, 3, 8]},
+    ),
+    "layoutlmv3": _document(
+        "LayoutLMv3",
+        OFFSET | TABLES_OF_COORDINATES | {"input_size": 32, "patch_size": 16},
+        first=PAD + 1,
+        pads=("right",),
+    ),
+    "lilt": _document("Lilt", OFFSET | {"hidden_size": 96}, first=PAD + 1),
+    "bros": _document("Bros", {}),
     "vit": _image("ViT"),
     "deit": _image("DeiT"),
     "dinov2": _image("Dinov2"),
@@ -290,6 +321,24 @@ def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
 def pixels(size: int | tuple[int, int], channels: int = 3, seed: int = 0) -> torch.Tensor:
     height, width = size if isinstance(size, tuple) else (size, size)
     return torch.randn(2, channels, height, width, generator=torch.Generator().manual_seed(seed))
+
+
+FRACTIONS = ("bros", "udop")  # model types whose boxes are parts of the page, not thousandths
+
+
+def with_page(model: transformers.PreTrainedModel | type, inputs: Mapping[str, torch.Tensor], side: int = 32) -> dict:
+    """Inputs with what a document model is given beside tokens (B, S): boxes that follow from the ids, and an image of
+    `side` pixels both ways.
+    """
+    names = inspect.signature(model.forward).parameters
+    if "bbox" not in names or "input_ids" not in inputs:
+        return dict(inputs)
+    ids = inputs["input_ids"]
+    boxes = torch.stack([ids * 7, ids * 5, ids * 8 + 100, ids * 6 + 40], dim=-1)
+    boxes = boxes / 1000 if model.config_class.model_type in FRACTIONS else boxes
+    image = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(3)).expand(len(ids), -1, -1, -1)
+    pictures = {name: image.contiguous() for name in ("image", "pixel_values") if name in names}
+    return {"bbox": boxes} | pictures | dict(inputs)
 
 
 Run = Callable[[transformers.PreTrainedModel], torch.Tensor]

@@ -23,10 +23,14 @@ if not INSTALLED:
     sys.meta_path.insert(0, _NotInstalled())
 
 import json  # noqa: E402
+import runpy  # noqa: E402
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
+
+if (FOLDER / "before.py").exists():  # what the process needs that saved them, and no checkpoint holds
+    runpy.run_path(str(FOLDER / "before.py"))["stand_in"]()
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -65,7 +69,7 @@ def kept(model, folder: Path, name: str) -> None:
 
 
 loaded = []
-for folder in sorted(FOLDER.iterdir()):
+for folder in sorted(path for path in FOLDER.iterdir() if path.is_dir()):
     if MODE in ("forced", "travel", "together") and "auto_map" not in json.loads((folder / "config.json").read_text()):
         continue
     try:

@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from hf_posswap import RecalibrationWarning, patch_model
 
-from .families import FAMILIES, LENGTH, Family, pixels, tokens
+from .families import FAMILIES, LENGTH, Family, pixels, tokens, with_page
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Row:
         if self.anatomy.vision:
             size, channels = self.params.get("image_size", 32), self.params.get("num_channels", 3)
             return {"pixel_values": pixels(size, channels)[:batch]}
-        return {"input_ids": tokens(batch, self.length)}
+        return with_page(getattr(transformers, self.anatomy.model), {"input_ids": tokens(batch, self.length)})
 
     def plain_inputs(self) -> dict[str, torch.Tensor]:
         """Inputs that the un-patched model takes."""
@@ -77,8 +77,9 @@ class Row:
 
 
 def logits(model: torch.nn.Module, **inputs: Any) -> torch.Tensor:
+    inside = getattr(model, "_orig_mod", model)  # of a compiled one
     with torch.no_grad():
-        return model(**inputs).logits
+        return model(**with_page(inside, inputs)).logits
 
 
 def moved(model: torch.nn.Module) -> torch.nn.Module:
@@ -171,6 +172,8 @@ CATALOGUE_ROWS = [
     Row("linear", "modernbert", {"factor": 4, "layer_types": ("sliding_attention",)}),
 ]
 ROTARY_ROWS += CATALOGUE_ROWS
+DOCUMENTS = ("layoutlm", "layoutlmv2", "layoutlmv3", "lilt", "bros")
+KEPT_ROWS = ("layoutlmv2",)  # its image tokens read the silenced table, and are given a copy
 TABLES = ("bert", "electra", "distilbert", "roberta", "xlm_roberta", "camembert", "mpnet", "gpt2", "opt")
 SILENT_ROWS = [
     Row("nope", "llama", recalibrate=True),
@@ -190,6 +193,8 @@ SILENT_ROWS = [
         for family in ("bloom", "mpt", "falcon_alibi", "roformer", "gptj")
     ],
     Row("nope", "falcon", recalibrate=True),
+    *[Row("nope", name, native=name not in KEPT_ROWS, undoable=False, recalibrate=True) for name in DOCUMENTS],
+    Row("nope", "layoutlmv3", {"spatial_bias": "silence"}, undoable=False, recalibrate=True),
     Row("nope", "phi3", native=False, recalibrate=True),  # its config holds no silence
 ]
 ADDED_ROWS = [
@@ -251,6 +256,19 @@ MORE_TABLE_ROWS = [
         Row(scheme, "vit", params | {"image_size": 48, "patch_size": 4}, native=False, undoable=False, recalibrate=True)
         for scheme, params in (("rope", {"ndim": 1}), ("bias2d", {}), ("rope2d", {"kind": "mixed"}))
     ],
+]
+DOCUMENT_ROWS = [
+    *[
+        row
+        for family in DOCUMENTS
+        for row in (
+            Row("learned", family, {"max_positions": 80, "init": "tile"}, **RESIZED),
+            Row("sinusoidal", family, {"max_positions": 80}, recalibrate=True, **RESIZED),
+        )
+    ],
+    Row("learned", "lilt", {"factor": 3}, **RESIZED),
+    Row("learned", "layoutlmv3", {"target_length": 80, "relative_bias": "silence"}, recalibrate=True, **RESIZED),
+    Row("sinusoidal", "bros", {"spatial_bias": "silence", "max_positions": 80}, recalibrate=True, **RESIZED),
 ]
 UNPATCHED = ("", {})
 CONCAT = {"combine": "concat"}
@@ -349,6 +367,16 @@ ATTENTION_ROWS = [
     *in_attention("alibi, t5, kerple, fire, sandwich, xpos, rope", "falcon_alibi"),
     *in_attention("alibi, t5, kerple, fire, sandwich, xpos, logn", "falcon"),
     *in_attention(f"alibi, t5, t5 per layer, kerple, sandwich, {EVERY_ROTATION}", "t5_encoder"),
+    *[row for family in DOCUMENTS for row in in_attention("alibi learnable, t5 per layer, rope, yarn", family)],
+    *[
+        Row(name, family, IN_ATTENTION[name] | keep, native=False, undoable=family == "t5_encoder", recalibrate=True)
+        for name, family, keep in (
+            ("rope", "layoutlmv2", {"relative_bias": "keep"}),
+            ("alibi", "layoutlmv3", {"relative_bias": "keep", "spatial_bias": "silence"}),
+            ("t5", "mpnet", {"relative_bias": "keep"}),
+            ("rope", "t5_encoder", {"relative_bias": "keep"}),
+        )
+    ],
     *[row for family in ("deberta", "deberta_v2", "squeezebert", "xlm") for row in in_attention("alibi, rope", family)],
     *in_attention("alibi, kerple", "roformer"),
     *in_attention("yarn, linear", "roformer", recalibrate=False),
@@ -370,7 +398,7 @@ IMAGE_ROWS = [
         for row in in_attention(names, family)
     ],
     *[
-        Row(name, family, params, native=False, undoable=False, recalibrate=True, **flags)
+        Row(name, family, params, **{"native": False, "undoable": False, "recalibrate": True} | flags)
         for name, family, params, flags in (
             ("rope2d", "vit", {}, {}),
             ("rope2d", "vit", {"kind": "mixed", "pairing": "interleaved"}, {}),
@@ -384,6 +412,7 @@ IMAGE_ROWS = [
             ("bias2d", "beit_bias", {}, {}),
             ("bias2d", "beit_shared", {"per_layer": False}, {}),
             ("rope2d", "beit_bias", {}, {}),
+            ("rope2d", "beit_bias", {"relative_bias": "keep"}, {"undoable": True}),
         )
     ],
     Row("logn", "vit", {"original_max_position_embeddings": 4}, native=False, keeps_table=True),
@@ -406,6 +435,6 @@ LAYER_ROWS = [
     Row("dynamic", "llama", {"factor": 4}, layers=(1,), native=False, **SWITCHING[1]),
 ]
 ROWS = ROTARY_ROWS + SILENT_ROWS + ADDED_ROWS + TABLE_ROWS + MORE_TABLE_ROWS + CONCAT_ROWS + ATTENTION_ROWS
-ROWS += LAYER_ROWS + IMAGE_ROWS
+ROWS += LAYER_ROWS + DOCUMENT_ROWS + IMAGE_ROWS
 CAUSAL_ROWS = [row for row in ROWS if row.anatomy.causal]
 TEXT_ROWS = [row for row in ROWS if not row.anatomy.vision]

@@ -169,8 +169,10 @@ def test_generation_does_not_depend_on_the_cache(row: Row, beams: int):
 # --- 5 padding
 
 
-@by_id([row for row in TEXT_ROWS if row.static])
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("row", "side"),
+    [pytest.param(row, side, id=f"{row.id}-{side}") for row in TEXT_ROWS if row.static for side in row.anatomy.pads],
+)
 def test_padded_row_equals_row_alone(row: Row, side: str):
     model, ids, pad, length = row.patched(), tokens(1, 12), 5, 17
     alone = logits(model, input_ids=ids, attention_mask=torch.ones_like(ids))
@@ -257,12 +259,17 @@ def test_other_models_never_notice(row: Row):
 # --- 10 precision
 
 
+NOT_OF_TEXT = {"visual", "bbox_sinusoid_emb"}  # of images, and of boxes, which no swap touches
+
+
 # Falcon builds a rotary module also where it has ALiBi, and reads it never
 @by_id([row for row in ROTARY_ROWS + SILENT_ROWS if row.family != "falcon_alibi"])
 @pytest.mark.parametrize("cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.bfloat16().float()])
 def test_frequencies_stay_float32(row: Row, cast):
     model = row.patched()
-    before = {n: b.clone() for n, b in model.named_buffers() if "inv_freq" in n and "visual" not in n}
+    before = {
+        n: b.clone() for n, b in model.named_buffers() if "inv_freq" in n and not {*NOT_OF_TEXT} & {*n.split(".")}
+    }
     cast(model)
     for name, value in before.items():
         buffer = model.get_buffer(name)
@@ -317,6 +324,7 @@ def test_compiles_to_one_graph_for_any_length(row: Row):
 
 # by the loss of these inputs, patched or not; `pos_proj`, of DeBERTa's distances, where those are silent
 UNREACHED = ("pooler", "mask_token", "visual", "experts", "post_layernorm", "vision_model.head", "pos_proj")
+UNREACHED += ("rel_pos_", "layout_")
 
 
 def loss_of(model, row: Row):
@@ -332,9 +340,8 @@ def test_gradients_reach_what_is_trainable_and_nothing_else(row: Row):
     for name, parameter in model.named_parameters():
         frozen_here = parameter.grad is None
         assert frozen_here == (not parameter.requires_grad) or any(k in name for k in UNREACHED), name
-    tables = [
-        p for n, p in model.named_parameters() if any(k in n for k in ("position_embeddings", "wpe", "embed_positions"))
-    ]
+    names = {"position_embeddings", "box_position_embeddings", "wpe", "embed_positions"}
+    tables = [p for n, p in model.named_parameters() if names & {*n.split(".")}]
     for table in tables:
         assert table.requires_grad == (row.scheme in ("learned", "learned2d") or row.keeps_table)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,7 @@ def folder_name(row: Row) -> str:
 def saved(tmp_path_factory) -> Path:
     """Every row patched, what it added moved as by training, saved with its logits, then loaded by fresh processes."""
     root = tmp_path_factory.mktemp("checkpoints")
+    shutil.copy(Path(__file__).with_name("detectron.py"), root / "before.py")
     for row in ROWS:
         model, inputs = moved(row.patched()), row.inputs()
         folder = root / folder_name(row)
@@ -138,8 +140,8 @@ def test_every_way_of_loading_rebuilds_every_buffer(row: Row, way: str, saved: P
     assert found.keys() == expected.keys()
     for name, buffer in found.items():
         if (
-            "inv_freq" in name or not buffer.is_floating_point()
-        ):  # others (Gemma's embed_scale) follow the dtype asked for
+            ("inv_freq" in name and "bbox" not in name) or not buffer.is_floating_point()
+        ):  # others (Gemma's embed_scale, the waves of Bros' boxes) follow the dtype asked for
             assert buffer.dtype == expected[name].dtype
             assert torch.equal(buffer, expected[name]), name
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import demo
+import document_study
 import fixed_or_learned
 import image_study
 import longrope_study
@@ -147,6 +148,45 @@ def test_the_recovery_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch
     assert cold["fit"] is None
     assert f"| t5 | cold | {cold['curve'][0][1]:.3f} |" in (tmp_path / "docs" / "table.md").read_text()
     assert (tmp_path / "docs" / "recovery.png").stat().st_size > 10_000
+
+
+# --- pages of documents
+
+
+@pytest.mark.parametrize("kind", document_study.PAGES)
+@pytest.mark.parametrize("seed", range(0, 40, 3))
+def test_a_words_label_and_an_answer_are_told_by_the_layout_alone(kind: str, seed: int):
+    page = document_study.PAGES[kind]("labels", seed)
+    heads = {box[0]: word for word, box in zip(page.ids, page.boxes, strict=True) if box[1] == 0}
+    assert len(heads) == len(document_study.KINDS)
+    for word, box, label in zip(page.ids, page.boxes, page.labels, strict=True):
+        if box[1] > 0:
+            assert document_study.VOCABULARY[word] in document_study.WORDS
+            assert document_study.VOCABULARY[heads[box[0]]] == document_study.KINDS[label]
+    asking = document_study.PAGES[kind]("answers", seed)
+    assert document_study.VOCABULARY[asking.ids[asking.start]] == "total"
+    (head,) = [place for place in range(2, len(asking.ids)) if asking.ids[place] == asking.ids[1]]
+    assert asking.boxes[head][0] == asking.boxes[asking.start][0]
+    for one in (page, asking):
+        assert (len(one.ids) <= 512) == (kind == "short")
+        assert len(one.ids) <= document_study.EXTENDED
+        assert all(0 <= x0 <= x1 <= 1000 and 0 <= y0 <= y1 <= 1000 for x0, y0, x1, y1 in one.boxes)
+    assert kind == "short" or asking.start >= 512
+
+
+def test_windows_read_every_word_and_begin_with_the_question():
+    page = document_study.long_page("answers", 0)
+    cut = document_study.windows(page, 512, 2)
+    assert all(window[:2] == [0, 1] and len(window) <= 512 for window in cut)
+    assert sorted({place for window in cut for place in window}) == list(range(len(page.ids)))
+
+
+def test_the_documented_pages_are_what_was_measured():
+    folder = ROOT / "docs" / "documents"
+    results = json.loads((folder / "results.json").read_text())
+    assert (folder / "table.md").read_text() == document_study.table(results)
+    for name in document_study.ROUTES:
+        assert results["labels"][name]["tuned"]["beyond"] > results["labels"]["windows of 512"]["untuned"]["beyond"]
 
 
 @pytest.mark.parametrize("scale", [1, 3])

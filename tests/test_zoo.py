@@ -7,7 +7,7 @@ import torch
 
 from . import zoo
 
-LEAST = {"causal-lm": 170, "masked-lm": 45, "seq2seq-lm": 30}
+LEAST = {"causal-lm": 170, "masked-lm": 45, "seq2seq-lm": 30, "document": 6}
 SAMPLE = [(task, model_type) for task in zoo.TASKS for model_type in zoo.model_types(task)[::8]]
 
 

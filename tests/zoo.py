@@ -24,10 +24,23 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from .families import with_page
+
 TASKS = {
     "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "document": "",
+}
+# Types that read boxes: no mapping has all of them and no others. LayoutLMv2 is built with a stand-in for its visual
+# backbone, which is of detectron2 (`detectron.py`); LayoutXLM is its architecture, and has no class of its own.
+DOCUMENTS = {
+    "bros": "BrosForTokenClassification",
+    "layoutlm": "LayoutLMForTokenClassification",
+    "layoutlmv2": "LayoutLMv2ForTokenClassification",
+    "layoutlmv3": "LayoutLMv3ForTokenClassification",
+    "lilt": "LiltForTokenClassification",
+    "udop": "UdopForConditionalGeneration",
 }
 
 VOCAB = 128
@@ -50,6 +63,7 @@ CAPS = {
     r".*_d_state|.*state_size|original_max_position_embeddings": 16,
 }
 
+BOXES = {"max_2d_position_embeddings": 1024}  # coordinates go to 1000
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 BOTH = ["sliding_attention", "full_attention"]
 
@@ -91,6 +105,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 8},
+    "layoutlm": BOXES,
+    "layoutlmv2": BOXES | {"coordinate_size": 12, "shape_size": 8},
+    "layoutlmv3": BOXES | {"coordinate_size": 12, "shape_size": 8},
+    "lilt": BOXES | {"hidden_size": 96},
     "mamba2": {"num_heads": 8},
     "mellum": {"layer_types": BOTH},
     "mimo_v2_flash": {"head_dim": 24},  # a third of it is rotated
@@ -146,8 +164,13 @@ class CannotBuild(Exception):
 
 
 def model_types(task: str) -> list[str]:
-    """The model types that transformers maps to a class for `task`, sorted."""
-    return sorted(getattr(modeling_auto, TASKS[task]))
+    """The model types that have a class for `task`, sorted."""
+    return sorted(classes(task))
+
+
+def classes(task: str) -> dict[str, str]:
+    """Model type -> name of the class that transformers maps it to for a task."""
+    return DOCUMENTS if task == "document" else getattr(modeling_auto, TASKS[task])
 
 
 def build(model_type: str, task: str, **fixed: Any) -> PreTrainedModel:
@@ -157,7 +180,7 @@ def build(model_type: str, task: str, **fixed: Any) -> PreTrainedModel:
     if model_type in NOT_ALONE:
         raise CannotBuild(NOT_ALONE[model_type])
     try:
-        model_class = getattr(transformers, getattr(modeling_auto, TASKS[task])[model_type])
+        model_class = getattr(transformers, classes(task)[model_type])
         config_class = config_class_for(model_class, model_type)
         decoder = {"is_decoder": True} if task == "causal-lm" and "is_decoder" in field_names(config_class) else {}
         config = tiny_config(config_class, **decoder, **fixed)
@@ -197,7 +220,14 @@ def inputs(model: PreTrainedModel, length: int = 16, seed: int = 0) -> dict[str,
     rows = getattr(model.config, "num_codebooks", 1)
     stop = min(WORDS.stop, getattr(model.config.get_text_config(), "vocab_size", VOCAB))
     ids = torch.randint(WORDS.start, stop, (1, length), generator=generator).expand(rows, -1)
-    return {"input_ids": ids} | ({"decoder_input_ids": ids.flip(-1)} if model.config.is_encoder_decoder else {})
+    decoder = {"decoder_input_ids": ids.flip(-1)} if model.config.is_encoder_decoder else {}
+    return with_image(model, {"input_ids": ids}) | decoder
+
+
+def with_image(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Inputs with boxes and an image of the size that the model reads, where it does."""
+    sides = (getattr(model.config, name, None) for name in ("input_size", "image_size"))
+    return with_page(model, inputs, next((side for side in sides if isinstance(side, int)), LARGEST))
 
 
 def forward(model: PreTrainedModel, length: int = 16) -> Tensor:

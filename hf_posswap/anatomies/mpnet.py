@@ -11,10 +11,15 @@ def _finish(module, output, call):
     return module.o(output)
 
 
+def _bias(module, query, call):
+    return call.get("position_bias")
+
+
 ATTENTION = AttentionDeclaration(
     holds=frozenset({"q", "k", "v", "o", "attention_head_size"}),
     project=partial(project_apart, layers=("q", "k", "v"), size="attention_head_size", states="hidden_states"),
     finish=_finish,
+    bias=_bias,
     dropout=attrgetter("dropout.p"),
     causal=never,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,10 +14,11 @@ from ..pictures import Picture
 from ..record import PORTABLE
 from ..saving import save_edit
 from ..scheme import Scheme
-from ..sites import BIAS, EMBED, ROTARY, ROTARY_2D
+from ..sites import BIAS, EMBED, RELATIVE, ROTARY, ROTARY_2D, SILENCE, SPATIAL
 from .images import chosen_ndim, silence_turning
 from .layers import chosen_layers, plan_layers
 from .limits import limit_edits
+from .page import guard_page, silence_spatial
 from .picture import refuse_picture
 from .plan import Plan, invalid
 from .rotary import install_rotary, is_silent_natively, silence_rotary, silence_rotary_natively
@@ -31,11 +32,12 @@ def plan(
     processor: Any = None,
     layers: Sequence[int] | None = None,
     stack: str | None = None,
+    biases: Mapping[str, str] | None = None,
     ndim: int | None = None,
     picture: Picture | None = None,
 ) -> Plan:
     """Everything `patch_model` would do, checked, in order. Raises PosSwapError if any of it cannot be done."""
-    anatomy = examine(model).within(stack)
+    anatomy = examine(model).within(stack, biases)
     if anatomy.rotary is not None:
         refuse_foreign_rotary(model, anatomy.rotary)
         if getattr(anatomy.config, "max_position_embeddings", None) is None:
@@ -52,10 +54,11 @@ def plan(
     continues = (
         scheme.keeps_function and (scheme.stacks or scheme.sites & anatomy.known) and "pairing" not in new.original
     )
-    new.recalibrate = not continues
+    new.recalibrate = not continues or SILENCE in anatomy.biases.values()
     if new.recalibrate:
-        new.notes.append(
-            f"{scheme.name} replaces the positions this model was trained with: fine-tune it before use (recalibrate)"
+        new.notes.insert(
+            0,
+            f"{scheme.name} replaces the positions this model was trained with: fine-tune it before use (recalibrate)",
         )
     new.edits += limit_edits(model, new.text, new.length, tokenizer, processor, new.original)
     new.edits.append(save_edit(model, travel_of(anatomy, scheme, steps) if new.storage == PORTABLE else None))
@@ -70,11 +73,13 @@ def choose_steps(
     anatomy: Anatomy, scheme: Scheme, layers: Sequence[int] | None, picture: Picture | None = None
 ) -> tuple[Step, ...]:
     """What silences and installs, site by site, in order."""
+    page = [guard_page] if anatomy.page is not None else []
+    page += [silence_spatial] if anatomy.biases.get(SPATIAL) == SILENCE else []
     if layers is not None:
-        return (plan_layers,) if picture is None else (resize_table, plan_layers)
+        return (plan_layers, *page) if picture is None else (resize_table, plan_layers, *page)
     native, inside = anatomy.sites, scheme.sites_in_attention(anatomy.sites)
     replaced = (scheme.sites & native) - inside
-    silenced = scheme.silences(native)
+    silenced = scheme.silences(native, anatomy.biases.get(RELATIVE))
     steps: list[Step] = []
     if ROTARY in replaced:
         steps.append(install_rotary)
@@ -98,7 +103,7 @@ def choose_steps(
         from .attention import install_attention  # imports transformers' modeling code, seconds of it
 
         steps.append(install_attention)
-    return tuple(steps)
+    return (*steps, *page)
 
 
 def _refuse_invalid(new: Plan) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,11 +17,10 @@ from .. import attention, parts
 from ..anatomy import STACKS, AttentionDeclaration, TableSite, kind, mixing, own_attention, sinusoids, text_config
 from ..edits import Hook, Replace
 from ..errors import PosSwapError
-from ..grid import Sight
 from ..record import PORTABLE
 from ..rotation import Rotation
 from ..scheme import Scheme
-from ..sites import BIAS, ROTARY, BiasChange, BiasGeometry, RotaryGeometry
+from ..sites import BIAS, KEEP, RELATIVE, ROTARY, SILENCE, BiasGeometry, RotaryGeometry
 from .images import is_image, trained_grid, watch_images
 from .picture import GRID
 from .plan import trained_length
@@ -134,7 +135,9 @@ def is_causal(module: nn.Module, declaration: AttentionDeclaration | None) -> bo
     """Whether a module's queries see no keys that follow; declaration: of a family with an attention of its own."""
     if declaration is not None:
         return declaration.causal(module)
-    return all(getattr(owner, "is_causal", True) for owner in (module, getattr(module, "config", module)))
+    said = [owner.is_causal for owner in (module, getattr(module, "config", module)) if hasattr(owner, "is_causal")]
+    # LayoutLM, MarkupLM, Splinter say nothing; their files know of no causal mask
+    return all(said) if said else hasattr(sys.modules[type(module).__module__], "create_causal_mask")
 
 
 def _stacks(new: Plan, found: dict[str, nn.Module], own: dict[nn.Module, AttentionDeclaration]) -> list[Stack]:
@@ -172,21 +175,27 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
         raise PosSwapError(f"{scheme.name} joins what a model has, and {kind(model)} adds its own bias out of reach")
     if scheme.stacks and new.anatomy.turned is not None:
         raise PosSwapError(f"{scheme.name} joins what a model has, and {kind(model)} turns q and k out of reach")
+    if new.anatomy.biases.get(RELATIVE) == KEEP and any(own.bias is None for own in site.own.values()):
+        raise PosSwapError(
+            f"relative_bias={KEEP!r}: attention of {kind(model)} that carries {scheme.name} has no room for its own "
+            f"distances; the nearest valid choice is {SILENCE!r}"
+        )
     grid = tuple(new.measured.get(GRID) or trained_grid(new.anatomy)) if is_image(new.anatomy) else None
     length = trained_length(new) if grid is None or new.anatomy.tables else math.prod(grid)
     rotation = rotation_of(new, scheme, site, length) if ROTARY in sites else None
+    text = _count_text(new)
     for stack in site.stacks:
         sight = watch_images(new, scheme, stack.module, modules[0]) if grid is not None else None
         tokens = length if sight is None else length + sight.before + sight.after
         change = scheme.bias(BiasGeometry(site.heads, tokens, stack.causal, grid)) if BIAS in sites else None
-        _attach(new, stack, change, rotation, sight)
+        _attach(new, stack, partial(attention.Attached, change, rotation, sight, text, keeps_bias(new)))
         if change is not None and change.absolute and not site.own and sight is None:
             _tell_positions(new, stack, scheme)
     for module in modules:
         if module in site.own:
             _reroute(new, module, site.own[module])
     if not scheme.stacks:
-        new.edits += [_unlimited(table) for table in new.anatomy.tables if table.grid is None]
+        new.edits += [edit for table in new.anatomy.tables if table.grid is None for edit in _unlimited(new, table)]
     if new.anatomy.turned is not None:
         unread = sinusoids(model).items()
         new.edits += [Replace(module, "forward", partial(parts.no_vectors, module), path) for path, module in unread]
@@ -205,6 +214,18 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
     new.length = new.length or length
 
 
+def _count_text(new: Plan) -> attention.Text | None:
+    """What is told, before every forward, how many tokens stand before an image's; None where these count on."""
+    page = new.anatomy.page
+    if page is None or not page.restarts:
+        return None
+    table = new.anatomy.table
+    text = attention.Text(table.reserved if table is not None and table.counted else 0)
+    names = tuple(inspect.signature(page.reader.forward).parameters)
+    new.edits.append(Hook(page.reader, partial(attention.count_text, names=names, text=text), kind(page.reader)))
+    return text
+
+
 def _refuse_sparse(new: Plan, scheme: Scheme) -> None:
     """Raise where BigBird and kin exchange attention modules: for sparse ones, or, at a short text, back."""
     for _, module in new.anatomy.text_modules():
@@ -215,18 +236,17 @@ def _refuse_sparse(new: Plan, scheme: Scheme) -> None:
             )
 
 
-def _attach(new: Plan, stack: Stack, change: BiasChange | None, rotation: Rotation | None, sight: Sight | None) -> None:
+def _attach(new: Plan, stack: Stack, attach: Callable[[], attention.Attached]) -> None:
     """Edits that attach a change and a rotation to every attention module of a stack, and tell it their places."""
-    common = attention.Attached(change, rotation, sight)
-    shared = (change is None or change.shared) and (rotation is None or not rotation.learned)
-    if shared:
+    common = attach()
+    if common.shared:
         new.edits.append(Replace(stack.module, "posswap", common, stack.path))
         new.edits.append(Hook(stack.module, partial(attention.remember, attached=common), stack.path))
         new.edits.append(Hook(stack.module, partial(attention.forget, attached=common), stack.path, after=True))
     for path, module in stack.attentions.items():
         attached = common
-        if not shared:
-            attached = attention.Attached(change, rotation, sight)
+        if not common.shared:
+            attached = attach()
             new.edits.append(Replace(module, "posswap", attached, path))
         attached.to(next(module.parameters()).device)
         names = tuple(inspect.signature(module.forward).parameters)
@@ -258,14 +278,23 @@ def _reroute(new: Plan, module: nn.Module, declaration: AttentionDeclaration) ->
         new.replace(stack, name, value)
 
 
-def _unlimited(table: TableSite) -> Hook | Replace:
+def keeps_bias(new: Plan) -> bool:
+    """Whether a bias that the model hands to its attention stays: one on the page, or one in tokens that is kept."""
+    anatomy = new.anatomy
+    return bool(anatomy.page and anatomy.page.spatial) or anatomy.biases.get(RELATIVE) == KEEP
+
+
+def _unlimited(new: Plan, table: TableSite) -> list[Hook | Replace]:
     """A silenced table holds nobody back: what is installed inside attention has no last position."""
-    where = table.path.rpartition(".")[0]
+    reader, caller = getattr(table.owner, table.attribute), new.anatomy.caller(table)
+    names = tuple(inspect.signature(caller.forward).parameters)
+    silent = Replace(reader, "forward", partial(parts.no_vectors, reader), table.path)
     if "position_ids" not in table.buffers:
-        reader = getattr(table.owner, table.attribute)
-        return Replace(reader, "forward", partial(parts.no_vectors, reader), table.path)
-    names = tuple(inspect.signature(table.owner.forward).parameters)
-    return Hook(table.owner, partial(parts.without_positions, names=names, argument="position_ids"), where)
+        return [silent]
+    if caller is not table.owner:  # it reads the table and the buffer by itself, and needs the numbers elsewhere too
+        return [silent, Hook(caller, partial(parts.number_tokens, names=names), kind(caller))]
+    where = table.path.rpartition(".")[0]
+    return [Hook(caller, partial(parts.without_positions, names=names, argument="position_ids"), where)]
 
 
 def rotation_of(new: Plan, scheme: Scheme, site: AttentionSite, length: int) -> Rotation:

@@ -41,6 +41,8 @@ def chosen_layers(anatomy: Anatomy, layers: Sequence[int] | None) -> tuple[int, 
 def plan_layers(new: Plan, scheme: Scheme) -> None:
     """Silence and install in `new.layers`. Raises PosSwapError where positions are not a matter of single layers."""
     native = new.anatomy.sites
+    if new.anatomy.biases:
+        raise PosSwapError(f"layers={list(new.layers)}: what becomes of a bias is decided for all layers; leave it out")
     silenced = frozenset() if scheme.stacks else native
     where = f"layers={list(new.layers)}"
     if EMBED in silenced | scheme.sites:

@@ -23,7 +23,11 @@ def limit_edits(
     if tokenizer is not None:
         check_tokenizer(tokenizer, model)
         edits.append(Replace(tokenizer, "model_max_length", length, "tokenizer"))
-    if processor is not None:
+    texts = getattr(processor, "tokenizer", None)
+    if texts is not None and model.main_input_name != "pixel_values":
+        check_tokenizer(texts, model)
+        edits.append(Replace(texts, "model_max_length", length, "processor.tokenizer"))
+    elif processor is not None:
         if getattr(config, "image_size", None) is None:
             raise PosSwapError(f"processor={kind(processor)} was given for a model without images; give tokenizer=")
         before = {path.rpartition(".")[2]: value for path, value in original.items()}

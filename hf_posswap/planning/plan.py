@@ -108,6 +108,7 @@ class Plan:
             source=published(self.source),
             layers=None if self.layers is None else list(self.layers),
             stack=self.anatomy.stack,
+            biases=dict(self.anatomy.biases),
             ndim=self.ndim,
             picture=None if self.picture is None else self.picture.given(),
         )

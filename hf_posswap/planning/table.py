@@ -119,8 +119,8 @@ def install_table(new: Plan, scheme: Scheme) -> None:
 
 def _fill_table(new: Plan, scheme: Scheme, table: TableSite) -> None:
     change = scheme.embed(embed_geometry(new, table))
-    if change.projection is not None and new.anatomy.model.config.is_encoder_decoder:
-        raise PosSwapError(f"{scheme.name}: combine='concat' is for models of one stack")
+    if change.projection is not None and len(new.anatomy.tables) > 1:
+        raise PosSwapError(f"{scheme.name}: combine='concat' is for models of one table of positions")
     if change.length != table.length and new.anatomy.stack is not None:
         raise PosSwapError(
             f"{scheme.name}: stack={new.anatomy.stack!r}: one config key says the length of both tables; leave stack "
@@ -153,6 +153,7 @@ def resize_table(new: Plan, scheme: Scheme) -> None:
 
 def silence_table(new: Plan, scheme: Scheme) -> None:
     """Zero rows; where there are none, a module that computes its vectors returns zeros."""
+    keep_image(new)
     for table in new.anatomy.tables:
         _remember(new, table)
         count = table.length if table.grid is None else math.prod(sizes(new, table)[0])
@@ -169,6 +170,19 @@ def silence_table(new: Plan, scheme: Scheme) -> None:
         new.storage = PORTABLE
 
 
+def keep_image(new: Plan) -> None:
+    """Image tokens that read the rows to be silenced get them from a copy."""
+    page = new.anatomy.page
+    if page is None or page.image is None:
+        return
+    module, table = new.anatomy.model.get_submodule(page.image), new.anatomy.table
+    kept = parts.KeptRows(table.rows[table.reserved :][: page.patches])
+    new.edits.append(Replace(module, KEY, kept, page.image))
+    new.edits.append(Hook(module, partial(parts.add_rows, kept=kept), page.image, after=True))
+    new.guard()
+    new.storage = PORTABLE
+
+
 def _exchange(new: Plan, table: TableSite, vectors: Tensor, trainable: bool) -> None:
     """Other position vectors (P, E); the rows of tokens that have no position stay."""
     _remember(new, table)
@@ -176,6 +190,9 @@ def _exchange(new: Plan, table: TableSite, vectors: Tensor, trainable: bool) -> 
     rows = torch.cat([before.to(vectors), vectors, after.to(vectors)])
     _write_table(new, table, rows, trainable)
     _resize_around(new, table, len(vectors))
+    page = new.anatomy.page
+    if page is not None and page.image is not None and not same(table.rows[: page.patches], rows[: page.patches]):
+        new.notes.append(f"the {page.patches} image tokens read the first rows of this table, which change too")
 
 
 def _write_table(new: Plan, table: TableSite, rows: Tensor, trainable: bool) -> None:
@@ -211,9 +228,10 @@ def _resize_around(new: Plan, table: TableSite, length: int) -> None:
         new.set_config("max_relative_positions", new.text.max_position_embeddings)
     new.set_config("max_position_embeddings", rows if table.counted else length)
     _recompute(new)
-    names = tuple(inspect.signature(table.owner.forward).parameters)
+    caller = new.anatomy.caller(table)
+    names = tuple(inspect.signature(caller.forward).parameters)
     check = partial(parts.refuse_longer, names=names, limit=length)
-    new.edits.append(Hook(table.owner, check, owner_path))
+    new.edits.append(Hook(caller, check, owner_path if caller is table.owner else kind(caller)))
 
 
 def _recompute(new: Plan) -> None:
