@@ -51,6 +51,15 @@ TRIED = {
     "sinusoidal": {},
     "learned": {"factor": 4},
 }
+ONE_AXIS = {"ndim": 1}
+TRIED_ON_IMAGES = {
+    "nope": {},
+    "learned2d": {"image_size": 48},
+    "sincos2d": {},
+    "rope2d": {},
+    "bias2d": {},
+    **{scheme: TRIED[scheme] | ONE_AXIS for scheme in ("rope", "linear", "yarn", "alibi", "t5", "kerple", "sandwich")},
+}
 
 
 @dataclass
@@ -116,7 +125,9 @@ def schemes() -> str:
 
 
 def families() -> str:
-    """A row per family of the tests, a column per scheme: each pair is tried on a tiny model."""
+    """A row per family of the tests, a column per scheme: each pair is tried on a tiny model. One table for those that
+    read text, one for those that read images, schemes of one dimension along their rows of patches.
+    """
     sys.path.insert(0, str(ROOT))
     from hf_posswap import patch_model
     from hf_posswap.patching import record_of
@@ -124,10 +135,12 @@ def families() -> str:
     from tests.rows import ROWS
 
     proven = {(row.scheme, row.family) for row in ROWS if row.layers is None}
-    lines = [f"| | {' | '.join(f'`{s}`' for s in TRIED)} |", "|---|" + "---|" * len(TRIED)]
-    for name, family in FAMILIES.items():
-        cells = []
-        for scheme, params in TRIED.items():
+    lines = _head(TRIED)
+    for name, family in sorted(FAMILIES.items(), key=lambda item: item[1].vision):
+        cells, tried = [], TRIED_ON_IMAGES if family.vision else TRIED
+        if family.vision and "" not in lines:
+            lines += ["", *_head(tried)]
+        for scheme, params in tried.items():
             model = family.build()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -143,6 +156,10 @@ def families() -> str:
         "-: refused, saying why."
     )
     return "\n".join([*lines, "", note])
+
+
+def _head(tried: dict[str, dict]) -> list[str]:
+    return [f"| | {' | '.join(f'`{scheme}`' for scheme in tried)} |", "|---|" + "---|" * len(tried)]
 
 
 def coverage() -> str:
