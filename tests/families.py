@@ -55,7 +55,7 @@ class Family:
     causal: tokens see only what precedes them. positions: the forward takes position_ids. first: the position id
     of a first token. packs: position_ids that start again separate documents. layers_key: the layer count's key.
     pads: the sides on which a padded row stays as it is; image tokens count from the first token, padding or not.
-    fused: this transformers lets it choose sdpa.
+    fused: this transformers lets it choose sdpa. anchored: image tokens stay where they are when position_ids move.
     beside: settings of a config that nests the stack's as `nested`.
     """
 
@@ -68,6 +68,7 @@ class Family:
     packs: bool = False
     pads: tuple[str, ...] = ("left", "right")
     fused: bool = True
+    anchored: bool = False
     layers_key: str = "num_hidden_layers"
     vision: bool = False
     beside: dict | None = None
@@ -291,6 +292,7 @@ FAMILIES: dict[str, Family] = {
     "layoutlmv2": _document(
         "LayoutLMv2",
         TABLES_OF_COORDINATES | {"image_feature_pool_shape": [2, 3, 8]},
+        anchored=True,
     ),
     "layoutlmv3": _document(
         "LayoutLMv3",
