@@ -116,6 +116,12 @@ REFUSED = [
         r"relative_bias='keep': BertForMaskedLM has no learned bias",
     ),
     ("bloom", "rope", {"relative_bias": "keep"}, r"relative_bias='keep': BloomForCausalLM has no learned bias"),
+    (
+        "deberta",
+        "alibi",
+        {"relative_bias": "keep"},
+        r"relative_bias='keep': attention of DebertaForMaskedLM that carries alibi .* choice is 'silence'",
+    ),
     ("layoutlmv3", "rope", {"relative_bias": "kept"}, r"relative_bias='kept' is unknown; did you mean 'keep'\?"),
     ("layoutlm", "rope", {"spatial_bias": "silence"}, r"spatial_bias='silence': .* no learned bias .* on a page"),
     ("layoutlmv3", "nope", {"spatial_bias": False}, r"spatial_bias=False is unknown; choose one of: keep, silence"),
