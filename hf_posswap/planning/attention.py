@@ -306,7 +306,7 @@ def rotation_of(new: Plan, scheme: Scheme, site: AttentionSite, length: int) -> 
 
     if scheme.ndim == 2:
         geometry = RotaryGeometry({}, length, site.head_dim, site.head_dim, None, heads=site.heads)
-        change, new.length = scheme.rotary(geometry), length
+        change = scheme.rotary(geometry)
         interleaved = change.pairing == "interleaved"
         return Rotation(change.frequencies, 1.0, interleaved, learned=change.learned, of_image=change.of_image)
     rotary, dim = new.anatomy.rotary, site.head_dim
@@ -339,5 +339,5 @@ def rotation_of(new: Plan, scheme: Scheme, site: AttentionSite, length: int) -> 
         rope_parameters=change.rope_parameters,
     )
     built = LlamaRotaryEmbedding(stand_in)
-    new.length = change.length
+    new.length = change.length if new.picture is None else new.length  # of the picture it reads from now on
     return Rotation(built.inv_freq[None], built.attention_scaling, pairing == "interleaved", change.decay, length // 2)
