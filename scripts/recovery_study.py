@@ -219,7 +219,7 @@ class Study:
         print(page, end="")
 
     def page(self, cells: list[dict[str, Any]], subjects: dict[str, Subject], base: dict[str, float]) -> str:
-        from hf_posswap.evaluation.recovery import goals, table, tried
+        from hf_posswap.evaluation.recovery import goals, table, tried, untaught
 
         parts = []
         for model, subject in subjects.items():
@@ -230,6 +230,11 @@ class Study:
                 f"swap {base[model]:.3f}. Every recipe: {self.given.share:.0%} of these tokens, {seeds} seed(s) at "
                 f"most; fit reads {FIT_TOKENS:,}.\n\n{table(cells, model)}\n\n{goals(cells, model)}\n"
             )
+            if untaught(cells, model, base[model]):
+                parts.append(
+                    "A cold swap ends well below the loss before it: this base had not learned what its positions are "
+                    "for, and these rows say little of recovery.\n"
+                )
             if model == HARDEST[0]:
                 parts.append(tried(cells, HARDEST, base[model]))
         return "\n".join(parts)

@@ -110,6 +110,12 @@ def tried(cells: Sequence[dict[str, Any]], hardest: tuple[str, str, str], base: 
     return "\n".join(lines) + "\n"
 
 
+def untaught(cells: Sequence[dict[str, Any]], model: str, base: float) -> bool:
+    """Whether a cold swap ends below the loss before it by more than NEAR: there was nothing to recover."""
+    cold = [c["curve"][-1][1] for c in cells if (c["model"], c["recipe"]) == (model, "cold")]
+    return min(cold, default=base) < (1 - NEAR) * base
+
+
 def _losses(cell: dict[str, Any]) -> tuple[float, float, float]:
     """The loss at the end of the curve, and at twice and four times the trained length, None where it cannot be."""
     return cell["curve"][-1][1], *[cell["lengths"][length] for length in sorted(cell["lengths"], key=int)[1:]]
