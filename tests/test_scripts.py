@@ -168,7 +168,7 @@ def test_built_wheel_is_complete(tmp_path: Path):
     )
     (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    checks = ["families", "rows", "conftest", "deprecations", "oracles", "test_oracles"]
+    checks = ["detectron", "families", "rows", "conftest", "deprecations", "oracles", "test_oracles"]
     tests = tmp_path / "tests"
     tests.mkdir()
     for name in (*checks, "__init__"):
