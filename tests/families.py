@@ -119,7 +119,9 @@ def _image(name: str, **settings: object) -> Family:
 
 
 def _tower(name: str) -> Family:
-    return replace(_image(name), beside={}, nested="vision_config")
+    # transformers writes the dtype of a nested config only once it was loaded
+    kept = {"dtype": "float32"}
+    return replace(_image(name, **kept), beside={"text_config": kept}, nested="vision_config")
 
 
 FAMILIES: dict[str, Family] = {

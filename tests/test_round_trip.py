@@ -48,6 +48,10 @@ def saved(tmp_path_factory) -> Path:
     return root
 
 
+def frozen(model: torch.nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+
 def read(folder: Path, mode: str) -> torch.Tensor:
     error = folder / f"{mode}.error"
     assert not error.exists(), error.read_text()
@@ -111,8 +115,8 @@ def test_reloaded_is_described_probed_and_undone_as_in_memory(row: Row, saved: P
     in_memory = moved(row.patched())
     assert str(describe(model)) == str(describe(in_memory))
     assert probe(model).faults == ()
-    frozen = [name for name, p in in_memory.named_parameters() if not p.requires_grad]
-    assert [name for name, p in model.named_parameters() if not p.requires_grad] == frozen
+    own = frozen(row.source())  # RoFormer's sinusoids, which transformers loads as trainable
+    assert frozen(model) - own == frozen(in_memory) - own
     if not row.undoable:
         with pytest.raises(PosSwapError, match="no longer holds the table"):
             unpatch_model(model)
