@@ -255,7 +255,11 @@ def test_longer_tables_in_both_stacks():
             {"scheme": "learned", "max_positions": 80, "stack": "encoder"},
             r"one config key says the length of both",
         ),
-        (bart, {"scheme": "sinusoidal", "combine": "concat"}, r"combine='concat' is for models of one stack"),
+        (
+            bart,
+            {"scheme": "sinusoidal", "combine": "concat"},
+            r"combine='concat' is for models of one table of positions",
+        ),
         (
             FAMILIES["llama"].build,
             {"scheme": "nope", "stack": "decoder"},
