@@ -231,7 +231,7 @@ def test_tables(row: Row):
     assert len(new) == reserved + length
     np.testing.assert_array_equal(new[:reserved], old[:reserved])
     np.testing.assert_allclose(new[reserved:], expected, rtol=1e-5, atol=2e-6)
-    if row.scheme == "learned" and row.params["init"] != "interpolate":
+    if row.scheme == "learned" and row.params.get("init", "interpolate") != "interpolate":
         np.testing.assert_array_equal(new[: len(old)], old)
 
 
