@@ -113,8 +113,10 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(folder: Path, tmp_path
 
 
 REFUSED = [
-    ({}, {"block_size": 16}, r"block_size=16 is for text"),
-    ({}, {"packing": "documents"}, r"packing='documents' is for text"),
+    ({}, {"block_size": 16}, r"block_size=16 is not for ViTForImageClassification, which reads pictures; leave it out"),
+    ({}, {"packing": "documents"}, r"packing='documents' is not for ViT"),
+    ({}, {"fit_tokens": 64}, r"fit_tokens=64 is not for ViT"),
+    ({}, {"mlm_probability": 0.3}, r"mlm_probability=0.3 is not for ViT"),
     ({}, {"objective": "causal"}, r"objective='causal' does not fit ViTForImageClassification; choose 'images'"),
     ({"num_labels": 3}, {}, r"has 2 classes \(left, right\), and ViTForImageClassification has 3"),
     ({}, {"per_device_train_batch_size": 65}, r"64 pictures do not fill one global batch, which takes 65"),
@@ -135,8 +137,12 @@ def test_a_folder_without_classes_is_refused(folder: Path, tmp_path: Path):
 
 
 def test_right_classes_are_compared_by_size(folder: Path):
-    base = lambda: vit(id2label=dict(enumerate(CLASSES)), label2id={n: i for i, n in enumerate(CLASSES)})  # noqa: E731
-    swapped = lambda: patch_model(base(), "learned2d", image_size=32)  # noqa: E731
+    def base():
+        return vit(id2label=dict(enumerate(CLASSES)), label2id={n: i for i, n in enumerate(CLASSES)})
+
+    def swapped():
+        return patch_model(base(), "learned2d", image_size=32)
+
     pictures, labels = images.read_images(str(folder), processor()), images.read_labels(str(folder), CLASSES)
     entries = [Entry("base", base), Entry("learned2d", swapped, "base")]
     report = compare_images(entries, pictures, [32], labels=labels)
@@ -148,6 +154,9 @@ def test_right_classes_are_compared_by_size(folder: Path):
     assert [point["length"] for point in found["base"]] == [SIDE, 32]
     assert found["learned2d"][-1]["accuracy"] == pytest.approx(right.item())
     assert images.read_labels(str(folder), ("up", "down")) is None
+    entries[1] = Entry("other", lambda: patch_model(vit(), "learned2d", image_size=32), "base")
+    with pytest.raises(PosSwapError, match="'left' is no class of other; choose one of: LABEL_0, LABEL_1"):
+        compare_images(entries, pictures, [32], labels=labels)
 
 
 @auto

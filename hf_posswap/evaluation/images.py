@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..anatomy import find_table
-from ..errors import PosSwapError
+from ..errors import PosSwapError, nearest
 from ..runs import versions
 from .perplexity import fingerprint
 from .subjects import evaluating, sample_of, takes
@@ -50,6 +50,14 @@ def _files(folder: str) -> list[Path]:
     return files
 
 
+def check_labels(model: nn.Module, labels: Iterable[str], name: str) -> None:
+    """Raise PosSwapError for a label that is none of the model's classes."""
+    known = model.config.label2id
+    for label in labels:
+        if label not in known:
+            raise PosSwapError(f"labels: {label!r} is no class of {name}; {nearest(label, known)}")
+
+
 def accuracy(
     model: nn.Module,
     images: Sequence[Tensor],
@@ -59,7 +67,13 @@ def accuracy(
     name: str,
     work: Work | None = None,
 ) -> dict[str, Any]:
-    """The same of a classifier: the share of pictures whose class it finds at a size. labels: names of classes."""
+    """`{"name", "stage", "seconds", "points"}`: the share of pictures whose class a classifier finds at a size (pixels,
+    square). A point's `length` is the size.
+
+    images: pixels (C, height, width), resized here (bicubic, antialiased). labels: names of their classes. Raises
+    PosSwapError for one that the model does not know.
+    """
+    check_labels(model, labels, name)
     work, started, points = work or Work(), time.perf_counter(), []
     for size in sorted(set(sizes)):
         options = _options(model, size)

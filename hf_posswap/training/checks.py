@@ -22,7 +22,7 @@ from ..errors import PosSwapError
 from ..evaluation.subjects import table_limit
 from ..patching import record_of
 from ..scheme import name_of
-from .arguments import SHORTEST_BLOCK, FinetuneArguments
+from .arguments import FinetuneArguments
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -71,17 +71,6 @@ def check_length(model: PreTrainedModel, arguments: FinetuneArguments) -> None:
         raise PosSwapError(
             f"{name}={length} is longer than the {limit} positions of {kind(model)}; the greatest is "
             f"{limit}, or make room with --scheme learned --max_positions {length}"
-        )
-
-
-def check_count(rows: int, global_batch_size: int, tokens: int, arguments: FinetuneArguments) -> None:
-    """Raise PosSwapError where the text does not fill one global batch."""
-    if rows < global_batch_size:
-        greatest = tokens // global_batch_size
-        raise PosSwapError(
-            f"block_size={arguments.block_size}: the text's {tokens} tokens fill {rows} rows, and one global batch "
-            f"takes {global_batch_size}; give more text"
-            + (f", or a block_size of at most {greatest}" if greatest >= SHORTEST_BLOCK else "")
         )
 
 

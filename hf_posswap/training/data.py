@@ -5,27 +5,33 @@ Letters: S tokens in a row, s in a row of an early stage, G rows in a global bat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from torch import Tensor
+from transformers import AutoTokenizer
 
+from ..anatomy import kind
 from ..errors import PosSwapError, nearest
-from .arguments import FinetuneArguments
+from .arguments import SHORTEST_BLOCK, FinetuneArguments
+from .checks import check_length, check_tokenizer
+from .guard import check_start
+from .loss import IGNORED, chunk_loss
 from .packing import Blocks, WholeDocuments, spread_positions
 
 Rows = Blocks | WholeDocuments
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-IGNORED = -100  # the label that transformers' losses leave out
+    from .distil import Distillation
+
 ROW_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -105,13 +111,78 @@ class Batches:
     Each epoch shuffles the rows anew and leaves out those that fill no global batch. Masks are drawn per epoch and
     row, so that they too are the same for any number of processes. In an early stage of a curriculum a row of S
     tokens is cut into S / s rows: every step takes the same tokens, however long its rows.
+
+    What the loop has to know of the kind of data is here; `reader` makes a row from a file of the model's folder, and
+    `patch_model` takes it as `reader_name`; `foreign` are the arguments of another kind.
     """
+
+    reader: ClassVar[type] = AutoTokenizer
+    reader_name: ClassVar[str] = "tokenizer"
+    reads: ClassVar[str] = "text"
+    foreign: ClassVar[tuple[str, ...]] = ("image_dir", "image_column", "label_column")
 
     blocks: Rows
     tokenizer: PreTrainedTokenizerBase
     arguments: FinetuneArguments
     objective: str
     global_batch_size: int
+
+    @classmethod
+    def check_flags(cls, model: PreTrainedModel, arguments: FinetuneArguments) -> None:
+        """Raise PosSwapError for an argument of another kind of data."""
+        unset = {one.name: one.default for one in fields(FinetuneArguments)}
+        for name in cls.foreign:
+            if (value := getattr(arguments, name)) != unset[name]:
+                raise PosSwapError(f"{name}={value!r} is not for {kind(model)}, which reads {cls.reads}; leave it out")
+
+    @classmethod
+    def check(
+        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: FinetuneArguments, objective: str
+    ) -> FinetuneArguments:
+        """The arguments, with the length of a row. Raises PosSwapError for what does not fit model or tokenizer."""
+        cls.check_flags(model, arguments)
+        if arguments.block_size is None:
+            raise PosSwapError("block_size is missing: say how many tokens a training row has")
+        if objective == "masked" and arguments.packing != "concat":
+            raise PosSwapError(f"packing={arguments.packing!r} is for causal models; use packing='concat'")
+        check_tokenizer(tokenizer, model, objective)
+        check_length(model, arguments)
+        return arguments
+
+    @staticmethod
+    def read(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: FinetuneArguments) -> Rows:
+        """All rows. Raises PosSwapError for a source that is missing or empty."""
+        return pack(tokenize(read_documents(arguments), tokenizer), tokenizer, arguments)
+
+    def check_count(self) -> None:
+        """Raise PosSwapError where the text does not fill one global batch."""
+        rows, tokens = len(self.blocks), self.blocks.tokens
+        if rows < self.global_batch_size:
+            greatest = tokens // self.global_batch_size
+            raise PosSwapError(
+                f"block_size={self.arguments.block_size}: the text's {tokens} tokens fill {rows} rows, and one global "
+                f"batch takes {self.global_batch_size}; give more text"
+                + (f", or a block_size of at most {greatest}" if greatest >= SHORTEST_BLOCK else "")
+            )
+
+    def check_start(self, model: PreTrainedModel) -> dict[str, float] | None:
+        """`guard.check_start` on the first of these rows."""
+        return check_start(model, self)
+
+    def chunk_loss(self, model: PreTrainedModel, distillation: Distillation | None) -> bool:
+        """`loss.chunk_loss`: whether the model now gives its loss without all of its logits at once."""
+        return chunk_loss(model, causal=self.objective == "causal", distillation=distillation)
+
+    def summary(self, scheme: dict[str, Any] | None) -> str:
+        """What is trained on, in a line. scheme: the model's record of its swap."""
+        arguments, blocks = self.arguments, self.blocks
+        longest = blocks.block_size if arguments.packing == "concat" else blocks.longest_document()
+        meant = f" of the {scheme['length']} that the swap is meant for" if scheme else ""
+        spread = "" if arguments.pose_length is None else f", at positions up to {arguments.pose_length - 1}"
+        return (
+            f"{blocks.tokens:,} tokens of text in {len(blocks):,} rows; longest training row: {longest} tokens"
+            f"{meant}{spread}"
+        )
 
     def rows(self, step: int) -> tuple[int, np.ndarray]:
         """(epoch, row numbers (G,)) of the global batch of a step, counted from 0."""

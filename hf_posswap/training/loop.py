@@ -23,7 +23,7 @@ from accelerate.utils import DistributedType, GradientAccumulationPlugin, Logger
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoImageProcessor, AutoTokenizer, SchedulerType, get_scheduler
+from transformers import SchedulerType, get_scheduler
 
 from ..anatomy import kind
 from ..checkpoint import from_pretrained
@@ -44,28 +44,18 @@ from .checkpoints import (
     save_checkpoint,
     save_model,
 )
-from .checks import (
-    check_count,
-    check_documents_apart,
-    check_length,
-    check_parallelism,
-    check_positions_spread,
-    check_tokenizer,
-    find_objective,
-)
-from .data import Batches, calibration, pack, read_documents, tokenize
+from .checks import check_documents_apart, check_parallelism, check_positions_spread, find_objective
+from .data import Batches, calibration
 from .distil import Distillation, Teacher, make_teacher
-from .guard import check_start
 from .log import FILE as LOG
 from .log import TrainingLog, without_paths
-from .loss import chunk_loss
-from .pictures import PictureBatches, for_pictures, read_pictures
+from .pictures import PictureBatches
 from .trained import Trained, trained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-IMAGES = "images"  # the objective
+BATCHES: dict[str, type[Batches]] = {"causal": Batches, "masked": Batches, "images": PictureBatches}
 
 
 def load(
@@ -84,10 +74,11 @@ def load(
         raise PosSwapError("model=None: give the folder of the model to train")
     try:
         model = from_pretrained(folder, dtype=arguments.dtype)
-        images = model.main_input_name == "pixel_values"
-        tokenizer = (AutoImageProcessor if images else AutoTokenizer).from_pretrained(folder)
+        batches = BATCHES[find_objective(model, arguments.objective)]
+        tokenizer = batches.reader.from_pretrained(folder)
     except (OSError, ImportError) as error:  # older transformers make every image processor by torchvision
         raise PosSwapError(f"model={str(folder)!r} cannot be loaded: {str(error).strip()}") from error
+    batches.check_flags(model, arguments)
     if scheme is None:
         for name in ("layers", "fit_tokens"):
             if getattr(arguments, name):
@@ -98,7 +89,7 @@ def load(
     if checkpoint is None:
         wanted = arguments.fit_tokens
         fit = calibration(arguments, tokenizer, trained_length(model), wanted) if wanted else None
-        reader = {"processor" if images else "tokenizer": tokenizer}
+        reader = {batches.reader_name: tokenizer}
         return patch_model(model, scheme, **reader, layers=arguments.layers, fit=fit, **(picture or {})), tokenizer
     read = dict(picture or {})
     ndim, read = read.pop("ndim", None), Picture.asked(**read)
@@ -151,10 +142,7 @@ def finetune(
                 "load the checkpoint's own model, or give another output_dir"
             )
     objective = find_objective(model, arguments.objective)
-    if objective == IMAGES:
-        arguments = for_pictures(model, arguments)
-    else:
-        _check_text(model, tokenizer, arguments, objective)
+    arguments = BATCHES[objective].check(model, tokenizer, arguments, objective)
     if bool(arguments.distil) != (teacher is not None):
         raise PosSwapError(f"distil={arguments.distil:g} and a teacher go together; one of them was given")
     if arguments.gradient_checkpointing and not model.supports_gradient_checkpointing:
@@ -169,7 +157,7 @@ def finetune(
         if arguments.packing != "concat":
             for one in filter(None, (model, teacher)):
                 check_documents_apart(one)
-        start = check_start(model, batches) if checkpoint is None and objective != IMAGES else None
+        start = batches.check_start(model) if checkpoint is None else None
         with trained(model, arguments) as chosen:
             run = _prepare(accelerator, chosen, tokenizer, batches, arguments, teacher, started)
             run.log.start = start
@@ -179,19 +167,6 @@ def finetune(
             run.train()
             run.finish()
         return run.log
-
-
-def _check_text(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: FinetuneArguments, objective: str
-) -> None:
-    if arguments.image_dir is not None:
-        raise PosSwapError(f"image_dir={arguments.image_dir!r} is for image models, and {kind(model)} reads text")
-    if arguments.block_size is None:
-        raise PosSwapError("block_size is missing: say how many tokens a training row has")
-    if objective == "masked" and arguments.packing != "concat":
-        raise PosSwapError(f"packing={arguments.packing!r} is for causal models; use packing='concat'")
-    check_tokenizer(tokenizer, model, objective)
-    check_length(model, arguments)
 
 
 def _batches(
@@ -205,15 +180,10 @@ def _batches(
     forwards = accelerator.num_processes * arguments.gradient_accumulation_steps
     global_batch_size = arguments.per_device_train_batch_size * forwards
     with accelerator.local_main_process_first():  # the others find the tokens in datasets' cache
-        if objective == IMAGES:
-            rows, kind_of = read_pictures(model, tokenizer, arguments), PictureBatches
-        else:
-            rows, kind_of = pack(tokenize(read_documents(arguments), tokenizer), tokenizer, arguments), Batches
-    if objective == IMAGES and len(rows) < global_batch_size:
-        raise PosSwapError(f"{len(rows)} pictures do not fill one global batch, which takes {global_batch_size}")
-    if objective != IMAGES:
-        check_count(len(rows), global_batch_size, rows.tokens, arguments)
-    return kind_of(rows, tokenizer, arguments, objective, global_batch_size)
+        rows = BATCHES[objective].read(model, tokenizer, arguments)
+    batches = BATCHES[objective](rows, tokenizer, arguments, objective, global_batch_size)
+    batches.check_count()
+    return batches
 
 
 def _prepare(
@@ -237,7 +207,7 @@ def _prepare(
         parameters=model.num_parameters(),
         trained_parameters=model.num_parameters(only_trainable=True),
         objective=objective,
-        chunked_loss=objective != IMAGES and chunk_loss(model, causal=objective == "causal", distillation=distillation),
+        chunked_loss=batches.chunk_loss(model, distillation),
         corpus_tokens=blocks.tokens,
         rows=len(blocks),
         block_size=arguments.block_size,
@@ -310,20 +280,13 @@ class _Run:
 
     def announce(self) -> None:
         """Say what is about to be trained, on the main process."""
-        log, arguments, processes = self.log, self.arguments, self.accelerator.num_processes
-        longest = log.block_size if arguments.packing == "concat" else log.longest_document
-        meant = f" of the {log.scheme['length']} that the swap is meant for" if log.scheme else ""
-        accelerator, spread = self.accelerator, ""
-        if arguments.pose_length is not None:
-            spread = f", at positions up to {arguments.pose_length - 1}"
+        log, arguments, accelerator = self.log, self.arguments, self.accelerator
+        processes = accelerator.num_processes
         lines = [
             f"{log.objective} training of {log.model_class}, {log.trained_parameters:,} of {log.parameters:,} "
             f"parameters, on {processes} process(es) ({accelerator.device.type}), mixed precision: "
             f"{accelerator.mixed_precision}",
-            f"{log.rows:,} pictures of {longest} patches"
-            if log.objective == IMAGES
-            else f"{log.corpus_tokens:,} tokens of text in {log.rows:,} rows; longest training row: {longest} tokens"
-            f"{meant}{spread}",
+            self.batches.summary(log.scheme),
             f"global batch: {log.global_batch_size} rows = {arguments.per_device_train_batch_size} per forward x "
             f"{processes} process(es) x {arguments.gradient_accumulation_steps} accumulation step(s)",
         ]

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from datasets import ClassLabel, Dataset, Image, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from torch import Tensor
+from transformers import AutoImageProcessor
 
 from ..anatomy import examine, kind, text_config
 from ..errors import PosSwapError, nearest
@@ -25,26 +26,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MODES = {1: "L", 3: "RGB"}  # channels -> how PIL calls them
-OF_TEXT = {
-    "packing": "concat",
-    "curriculum": None,
-    "pose_length": None,
-    "distil": 0.0,
-    "train_file": None,
-    "train_dir": None,
-    "block_size": None,
-}
-
-
-def for_pictures(model: PreTrainedModel, arguments: FinetuneArguments) -> FinetuneArguments:
-    """The arguments with the patches of a picture as its row. Raises PosSwapError for those that are for text."""
-    for name, unset in OF_TEXT.items():
-        if getattr(arguments, name) != unset:
-            raise PosSwapError(f"{name}={getattr(arguments, name)!r} is for text, and {kind(model)} reads pictures")
-    anatomy = examine(model)
-    if anatomy.table is None:
-        raise PosSwapError(f"model={kind(model)} has no table of patches, so their number is not known here")
-    return replace(arguments, block_size=math.prod(anatomy.table.grid))
+OF_TEXT = (
+    "block_size",
+    "curriculum",
+    "distil",
+    "file_pattern",
+    "fit_tokens",
+    "mlm_probability",
+    "packing",
+    "pose_chunks",
+    "pose_length",
+    "text_column",
+    "train_dir",
+    "train_file",
+)
 
 
 @dataclass(frozen=True)
@@ -71,12 +66,11 @@ class Album:
         return self.block_size
 
 
-def read_pictures(model: PreTrainedModel, processor: Any, arguments: FinetuneArguments) -> Album:
+def read_pictures(model: PreTrainedModel, arguments: FinetuneArguments) -> Album:
     """The pictures. The model's classes take the names that the data gives them.
 
-    Raises PosSwapError for a source that is none, a processor of another model, or another number of classes.
+    Raises PosSwapError for a source that is none, or another number of classes.
     """
-    check_processor(processor, model, text_config(model), {})
     if arguments.image_dir is not None:
         where, columns = f"image_dir={arguments.image_dir!r}", ("image", "label")
         load = {"path": "imagefolder", "data_dir": arguments.image_dir, "split": "train"}
@@ -114,7 +108,50 @@ def _name_classes(model: PreTrainedModel, names: list[str], where: str) -> None:
 
 @dataclass(frozen=True)
 class PictureBatches(Batches):
-    """Batches of `pixel_values` (B, C, height, width), as the processor makes them, and `labels` (B,)."""
+    """Batches of `pixel_values` (B, C, height, width), as the processor makes them, and `labels` (B,).
+
+    `tokenizer` is the processor; `blocks` is an Album.
+    """
+
+    reader: ClassVar[type] = AutoImageProcessor
+    reader_name: ClassVar[str] = "processor"
+    reads: ClassVar[str] = "pictures"
+    foreign: ClassVar[tuple[str, ...]] = OF_TEXT
+
+    @classmethod
+    def check(
+        cls, model: PreTrainedModel, tokenizer: Any, arguments: FinetuneArguments, objective: str
+    ) -> FinetuneArguments:
+        """The arguments with the patches of a picture as its row. Raises PosSwapError for those that are for text, a
+        processor of another model, and a model whose patches cannot be counted.
+        """
+        cls.check_flags(model, arguments)
+        check_processor(tokenizer, model, text_config(model), {})
+        anatomy = examine(model)
+        if anatomy.table is None:
+            raise PosSwapError(f"model={kind(model)} has no table of patches, so their number is not known here")
+        return replace(arguments, block_size=math.prod(anatomy.table.grid))
+
+    @staticmethod
+    def read(model: PreTrainedModel, tokenizer: Any, arguments: FinetuneArguments) -> Album:
+        return read_pictures(model, arguments)
+
+    def check_count(self) -> None:
+        """Raise PosSwapError where the pictures do not fill one global batch."""
+        if len(self.blocks) < self.global_batch_size:
+            raise PosSwapError(
+                f"{len(self.blocks)} pictures do not fill one global batch, which takes {self.global_batch_size}"
+            )
+
+    def check_start(self, model: PreTrainedModel) -> None:
+        """None: the model before its swap may not read pictures of this size."""
+
+    def chunk_loss(self, model: PreTrainedModel, distillation: None) -> bool:
+        """False: one class for each picture is few logits."""
+        return False
+
+    def summary(self, scheme: dict[str, Any] | None) -> str:
+        return f"{len(self.blocks):,} pictures of {self.blocks.block_size} patches"
 
     def targets(self, batch: dict[str, Tensor]) -> int:
         return len(batch["labels"])
