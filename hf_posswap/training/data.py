@@ -5,6 +5,7 @@ Letters: S tokens in a row, s in a row of an early stage, G rows in a global bat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from ..anatomy import kind
 from ..errors import PosSwapError, nearest
 from .arguments import SHORTEST_BLOCK, FinetuneArguments
 from .checks import check_length, check_tokenizer
+from .distil import Distillation, Teacher, make_teacher
 from .guard import check_start
 from .loss import IGNORED, chunk_loss
 from .packing import Blocks, WholeDocuments, spread_positions
@@ -30,8 +32,8 @@ Rows = Blocks | WholeDocuments
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from .distil import Distillation
-
+OF_PICTURES = ("image_dir", "image_column", "label_column")  # arguments
+OF_SENTENCES = ("pooling", "contrast_rows", "contrast_temperature")
 ROW_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -63,15 +65,16 @@ def read_documents(arguments: FinetuneArguments) -> Dataset:
     return documents.select_columns(column)
 
 
-def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """`input_ids` of each document that is not blank: the tokenizer's special tokens, then EOS where it has one.
+def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase, special: bool = True) -> Dataset:
+    """`input_ids` of each document that is not blank: the tokenizer's special tokens, then EOS where it has one; or
+    with special=False, neither.
 
     Nothing is cut, whatever the tokenizer's `model_max_length`.
     """
     return documents.map(
         _tokens,
         input_columns=documents.column_names,
-        fn_kwargs={"tokenizer": tokenizer},
+        fn_kwargs={"tokenizer": tokenizer, "special": special},
         batched=True,
         remove_columns=documents.column_names,
         desc="tokenize",
@@ -104,6 +107,14 @@ def calibration(
     return list(torch.stack([torch.from_numpy(rows[i][0]) for i in order[:wanted].tolist()]).split(8))
 
 
+def refuse_given(arguments: FinetuneArguments, names: Sequence[str], why: str) -> None:
+    """Raise PosSwapError for one of these that is not as it is where nothing is given."""
+    unset = {one.name: one.default for one in fields(FinetuneArguments)}
+    for name in names:
+        if (value := getattr(arguments, name)) != unset[name]:
+            raise PosSwapError(f"{name}={value!r} {why}; leave it out")
+
+
 @dataclass(frozen=True)
 class Batches:
     """The batches of every step: a function of the seed and the step, so that a resumed run needs no bookkeeping.
@@ -118,8 +129,9 @@ class Batches:
 
     reader: ClassVar[type] = AutoTokenizer
     reader_name: ClassVar[str] = "tokenizer"
-    reads: ClassVar[str] = "text"
-    foreign: ClassVar[tuple[str, ...]] = ("image_dir", "image_column", "label_column")
+    reads: ClassVar[str] = "text, a token at a time"
+    unit: ClassVar[str] = "nats per token"
+    foreign: ClassVar[tuple[str, ...]] = (*OF_PICTURES, *OF_SENTENCES)
 
     blocks: Rows
     tokenizer: PreTrainedTokenizerBase
@@ -130,10 +142,7 @@ class Batches:
     @classmethod
     def check_flags(cls, model: PreTrainedModel, arguments: FinetuneArguments) -> None:
         """Raise PosSwapError for an argument of another kind of data."""
-        unset = {one.name: one.default for one in fields(FinetuneArguments)}
-        for name in cls.foreign:
-            if (value := getattr(arguments, name)) != unset[name]:
-                raise PosSwapError(f"{name}={value!r} is not for {kind(model)}, which reads {cls.reads}; leave it out")
+        refuse_given(arguments, cls.foreign, f"is not for {kind(model)}, which reads {cls.reads}")
 
     @classmethod
     def check(
@@ -169,9 +178,34 @@ class Batches:
         """`guard.check_start` on the first of these rows."""
         return check_start(model, self)
 
-    def chunk_loss(self, model: PreTrainedModel, distillation: Distillation | None) -> bool:
-        """`loss.chunk_loss`: whether the model now gives its loss without all of its logits at once."""
-        return chunk_loss(model, causal=self.objective == "causal", distillation=distillation)
+    def lay_loss(
+        self, model: PreTrainedModel, teacher: PreTrainedModel | None, device: torch.device
+    ) -> tuple[Teacher | None, bool]:
+        """Have the model return its loss as it is trained: the teacher where it computes, and whether that is done
+        without all logits at once. device: that of training.
+        """
+        arguments, causal = self.arguments, self.objective == "causal"
+        if teacher is None:
+            return None, chunk_loss(model, causal=causal)
+        guide = make_teacher(
+            teacher,
+            model,
+            causal=causal,
+            longest=arguments.block_size,
+            layers=arguments.distil_hidden > 0,
+            device=self.teachers(device),
+        )
+        weights = (arguments.distil, arguments.distil_temperature, arguments.distil_hidden)
+        if not chunk_loss(model, causal=causal, distillation=Distillation(guide.head_on(device), *weights)):
+            raise PosSwapError(
+                f"distil={arguments.distil:g}: {kind(model)} makes more of its logits than its head does (a cap, a "
+                "scale, a loss of its own); use distil=0"
+            )
+        return guide, True
+
+    def teachers(self, device: torch.device) -> torch.device:
+        """Where the teacher of a model on `device` computes."""
+        return torch.device("cpu") if self.arguments.teacher_device == "cpu" else device
 
     def summary(self, scheme: dict[str, Any] | None) -> str:
         """What is trained on, in a line. scheme: the model's record of its swap."""
@@ -216,6 +250,10 @@ class Batches:
         """Tokens of a batch that are predicted."""
         labels = batch["labels"] if self.objective == "masked" else batch["labels"][:, 1:]
         return int((labels != IGNORED).sum())
+
+    def tokens(self, batch: dict[str, Tensor]) -> int:
+        """Tokens of a batch that are read."""
+        return batch["input_ids"].numel()
 
     def _collate(self, epoch: int, rows: np.ndarray, length: int) -> dict[str, Tensor]:
         examples = [self._example(epoch, int(row), length) for row in rows]
@@ -272,12 +310,12 @@ def _files(arguments: FinetuneArguments) -> tuple[str, list[Path]]:
     return where, files
 
 
-def _tokens(texts: list[str | None], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:
+def _tokens(texts: list[str | None], tokenizer: PreTrainedTokenizerBase, special: bool) -> dict[str, list[list[int]]]:
     texts = [text for text in texts if text and not text.isspace()]
     if not texts:
         return {"input_ids": []}
-    documents = tokenizer(texts, truncation=False, verbose=False)["input_ids"]
+    documents = tokenizer(texts, truncation=False, verbose=False, add_special_tokens=special)["input_ids"]
     eos = tokenizer.eos_token_id
-    if eos is not None:
+    if special and eos is not None:
         documents = [ids if ids and ids[-1] == eos else [*ids, eos] for ids in documents]
     return {"input_ids": [ids for ids in documents if len(ids) > 1]}  # a single token predicts nothing

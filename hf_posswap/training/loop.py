@@ -46,16 +46,22 @@ from .checkpoints import (
 )
 from .checks import check_documents_apart, check_parallelism, check_positions_spread, find_objective
 from .data import Batches, calibration
-from .distil import Distillation, Teacher, make_teacher
+from .distil import Teacher
 from .log import FILE as LOG
 from .log import TrainingLog, without_paths
 from .pictures import PictureBatches
+from .sentences import SentenceBatches, SentenceTeacher
 from .trained import Trained, trained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-BATCHES: dict[str, type[Batches]] = {"causal": Batches, "masked": Batches, "images": PictureBatches}
+BATCHES: dict[str, type[Batches]] = {
+    "causal": Batches,
+    "masked": Batches,
+    "images": PictureBatches,
+    "sentences": SentenceBatches,
+}
 
 
 def load(
@@ -196,29 +202,23 @@ def _prepare(
     started: float,
 ) -> _Run:
     """Losses, optimizer and schedule of a run, spread over its processes."""
-    model, objective, blocks = chosen.model, batches.objective, batches.blocks
-    guide = distillation = None
-    if teacher is not None:
-        guide, distillation = _guided(model, teacher, arguments, objective, accelerator.device)
+    model, blocks = chosen.model, batches.blocks
+    guide, chunked = batches.lay_loss(model, teacher, accelerator.device)
     log = TrainingLog(
         arguments=without_paths(asdict(arguments)),
         scheme=getattr(model.config, KEY, None),
         model_class=kind(model),
         parameters=model.num_parameters(),
         trained_parameters=model.num_parameters(only_trainable=True),
-        objective=objective,
-        chunked_loss=batches.chunk_loss(model, distillation),
+        objective=batches.objective,
+        unit=batches.unit,
+        chunked_loss=chunked,
         corpus_tokens=blocks.tokens,
         rows=len(blocks),
         block_size=arguments.block_size,
         longest_document=blocks.longest_document(),
         global_batch_size=batches.global_batch_size,
     )
-    if distillation is not None and not log.chunked_loss:
-        raise PosSwapError(
-            f"distil={arguments.distil:g}: {kind(model)} makes more of its logits than its head does (a cap, a scale, "
-            "a loss of its own); use distil=0"
-        )
     log.describe_machine(accelerator)
     optimizer = _optimizer(chosen, arguments)
     scheduler = _scheduler(optimizer, arguments)
@@ -258,7 +258,7 @@ class _Run:
     batches: Batches
     arguments: FinetuneArguments
     log: TrainingLog
-    teacher: Teacher | None
+    teacher: Teacher | SentenceTeacher | None
     started: float
 
     @property
@@ -292,8 +292,8 @@ class _Run:
         ]
         if log.start is not None:
             lines.append(
-                "first rows at {tokens} tokens, in nats per token: {unpatched:.4f} before the swap, {swapped:.4f} with "
-                "it".format(**log.start)
+                "first rows at {tokens} tokens, in {unit}: {unpatched:.4f} before the swap, {swapped:.4f} with "
+                "it".format(**log.start, unit=log.unit)
             )
         if log.steps:
             lines.append(f"resumed after step {log.steps}; the model is the checkpoint's")
@@ -302,7 +302,6 @@ class _Run:
     def train(self) -> None:
         """The steps that are left."""
         accelerator, arguments, log = self.accelerator, self.arguments, self.log
-        tokens_per_step = log.global_batch_size * log.block_size
         if self.chosen.lora is not None and not log.steps and arguments.save_steps:
             save_base(accelerator, self.model, self.tokenizer, self.chosen, self.output_dir)
         seconds = tokens = 0
@@ -311,9 +310,9 @@ class _Run:
         ) as bar:
             while log.steps < arguments.max_steps:
                 tick = time.perf_counter()
-                entry = {"step": log.steps + 1} | self.step()
-                seconds, tokens = seconds + time.perf_counter() - tick, tokens + tokens_per_step
-                log.steps, log.tokens = log.steps + 1, log.tokens + tokens_per_step
+                read, entry = self.step()
+                seconds, tokens = seconds + time.perf_counter() - tick, tokens + read
+                log.steps, log.tokens = log.steps + 1, log.tokens + read
                 bar.set_postfix(loss=f"{entry['loss']:.4f}", tokens_per_second=f"{tokens / seconds:.0f}", refresh=False)
                 bar.update()
                 if log.steps % arguments.logging_steps == 0 or log.steps == arguments.max_steps:
@@ -325,12 +324,13 @@ class _Run:
                     log.wall_seconds = time.perf_counter() - self.started
                     save_checkpoint(accelerator, self.model, self.tokenizer, self.chosen, log, self.output_dir)
 
-    def step(self) -> dict[str, float]:
-        """One optimizer step: its loss, learning rate and norm of the gradient."""
+    def step(self) -> tuple[int, dict[str, float]]:
+        """One optimizer step: the tokens that it read, and its number, loss, learning rate and norm of the gradient."""
         accelerator, arguments = self.accelerator, self.arguments
         batches = self.batches.of_process(self.log.steps, accelerator.process_index, accelerator.num_processes)
         counts = [self.batches.targets(batch) for batch in batches]
-        targets = accelerator.reduce(torch.tensor(sum(counts), device=accelerator.device)).item()
+        sums = torch.tensor([sum(counts), sum(map(self.batches.tokens, batches))], device=accelerator.device)
+        targets, tokens = accelerator.reduce(sums).tolist()
         # accelerate divides by A in `backward`, and the gradients of W processes are averaged
         undo_means = accelerator.num_processes * arguments.gradient_accumulation_steps
         options = {"use_cache": False} if self.log.objective == "causal" else {}
@@ -356,8 +356,9 @@ class _Run:
         self.optimizer.zero_grad()
         if not accelerator.optimizer_step_was_skipped:
             self.scheduler.step()
-        tasks = {} if self.teacher is None else {"task_loss": task}
-        return {"loss": loss, **tasks, "learning_rate": learning_rate, "grad_norm": float(norm)}
+        tasks = {"task_loss": task} if self.teacher is not None and "task" in output else {}
+        rest = {"learning_rate": learning_rate, "grad_norm": float(norm)}
+        return tokens, {"step": self.log.steps + 1, "loss": loss, **tasks, **rest}
 
     def finish(self) -> None:
         """Write model, adapters merged into it, tokenizer and log."""
@@ -376,7 +377,7 @@ class _Run:
         step, limit = self.log.steps + 1, self.arguments.max_start_loss
         if step == 1 and limit is not None and task > limit:
             raise PosSwapError(
-                f"max_start_loss={limit:g}: the first loss is {task:.4f} nats per token, before any update; the swap "
+                f"max_start_loss={limit:g}: the first loss is {task:.4f} {self.log.unit}, before any update; the swap "
                 "or the text is not what that limit was measured with"
             )
 
@@ -455,26 +456,6 @@ def _in_training(model: PreTrainedModel, arguments: FinetuneArguments) -> Iterat
         if forward is not None:
             model.forward = forward
         model.train(training)
-
-
-def _guided(
-    model: PreTrainedModel,
-    teacher: PreTrainedModel,
-    arguments: FinetuneArguments,
-    objective: str,
-    device: torch.device,
-) -> tuple[Teacher, Distillation]:
-    """The teacher where it computes, and what its head has to say on the device of training."""
-    guide = make_teacher(
-        teacher,
-        model,
-        causal=objective == "causal",
-        longest=arguments.block_size,
-        layers=arguments.distil_hidden > 0,
-        device=torch.device("cpu") if arguments.teacher_device == "cpu" else device,
-    )
-    head = guide.head_on(device)
-    return guide, Distillation(head, arguments.distil, arguments.distil_temperature, arguments.distil_hidden)
 
 
 def _optimizer(chosen: Trained, arguments: FinetuneArguments) -> torch.optim.Optimizer:

@@ -20,7 +20,7 @@ from ..anatomy import examine, kind, text_config
 from ..errors import PosSwapError, nearest
 from ..planning.limits import check_processor
 from .arguments import FinetuneArguments
-from .data import Batches
+from .data import OF_SENTENCES, Batches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -116,7 +116,8 @@ class PictureBatches(Batches):
     reader: ClassVar[type] = AutoImageProcessor
     reader_name: ClassVar[str] = "processor"
     reads: ClassVar[str] = "pictures"
-    foreign: ClassVar[tuple[str, ...]] = OF_TEXT
+    unit: ClassVar[str] = "nats per picture"
+    foreign: ClassVar[tuple[str, ...]] = (*OF_TEXT, *OF_SENTENCES)
 
     @classmethod
     def check(
@@ -146,15 +147,18 @@ class PictureBatches(Batches):
     def check_start(self, model: PreTrainedModel) -> None:
         """None: the model before its swap may not read pictures of this size."""
 
-    def chunk_loss(self, model: PreTrainedModel, distillation: None) -> bool:
-        """False: one class for each picture is few logits."""
-        return False
+    def lay_loss(self, model: PreTrainedModel, teacher: None, device: torch.device) -> tuple[None, bool]:
+        """The model's own loss: one class for each picture is few logits."""
+        return None, False
 
     def summary(self, scheme: dict[str, Any] | None) -> str:
         return f"{len(self.blocks):,} pictures of {self.blocks.block_size} patches"
 
     def targets(self, batch: dict[str, Tensor]) -> int:
         return len(batch["labels"])
+
+    def tokens(self, batch: dict[str, Tensor]) -> int:
+        return len(batch["labels"]) * self.blocks.block_size
 
     def _collate(self, epoch: int, rows: np.ndarray, length: int) -> dict[str, Tensor]:
         mode = MODES.get(len(self.tokenizer.image_mean))
