@@ -188,8 +188,7 @@ class Study:
             "training_loss": log.entries[-1]["loss"],
             "seconds": round(time.perf_counter() - started, 1),
         }
-        with runs.replacing(self.folder / "cells" / f"{cell.name}.json") as path:
-            path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        runs.write_json(self.folder / "cells" / f"{cell.name}.json", found)
         shutil.rmtree(folder)
 
     def report(self) -> None:
@@ -212,8 +211,7 @@ class Study:
             "versions": runs.versions(),
         }
         page = f"{len(cells)} of the study's {len(everything)} cells were run.\n\n" + self.page(cells, subjects, base)
-        with runs.replacing(output / "results.json") as path:
-            path.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        runs.write_json(output / "results.json", results)
         (output / "table.md").write_text(page, encoding="utf-8")
         plot_recovery(cells, output / "recovery.png", base)
         print(page, end="")
