@@ -131,6 +131,23 @@ def test_what_does_not_fit_is_refused(settings: dict, changes: dict, reason: str
     assert not list(tmp_path.iterdir())
 
 
+@auto
+def test_flags_of_text_are_refused_before_the_swap(folder: Path, tmp_path: Path):
+    vit().save_pretrained(tmp_path)
+    processor().save_pretrained(tmp_path)
+    given = arguments(folder, tmp_path / "out", model=str(tmp_path), fit_tokens=64)
+    with pytest.raises(PosSwapError, match="fit_tokens=64 is not for ViTForImageClassification, which reads pictures"):
+        load(given, make_scheme("bias2d", {}), {"image_size": 24})
+
+
+def test_pictures_have_the_channels_that_the_processor_normalises(folder: Path):
+    grey = ViTImageProcessor(size={"height": SIDE, "width": SIDE}, image_mean=[0.5], image_std=[0.5])
+    (file, *_) = sorted(folder.rglob("*.png"))
+    expected = (np.asarray(Image.open(file).convert("L")) / 255 - 0.5) / 0.5
+    (found, *_) = images.read_images(str(folder), grey)
+    torch.testing.assert_close(found.double(), torch.tensor(expected)[None], atol=1e-6, rtol=0)
+
+
 def test_a_folder_without_classes_is_refused(folder: Path, tmp_path: Path):
     with pytest.raises(PosSwapError, match="'label' is no column of ClassLabel; it has none; give a subfolder"):
         finetune(vit(), processor(), arguments(folder / "left", tmp_path))

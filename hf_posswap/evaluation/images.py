@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..anatomy import find_table
+from ..anatomy import find_table, kind
 from ..errors import PosSwapError, nearest
 from ..runs import versions
 from .perplexity import fingerprint
@@ -21,6 +21,7 @@ from .subjects import evaluating, sample_of, takes
 from .work import Work
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+MODES = {1: "L", 3: "RGB"}  # channels -> how PIL calls them
 
 
 def read_images(folder: str, processor: Any) -> list[Tensor]:
@@ -30,11 +31,16 @@ def read_images(folder: str, processor: Any) -> list[Tensor]:
     """
     from PIL import Image
 
-    files = _files(folder)
-    pictures = [Image.open(file).convert("RGB") for file in files]
+    pictures = [with_channels(Image.open(file), processor) for file in _files(folder)]
     return [
         processor(p, do_resize=False, do_center_crop=False, return_tensors="pt")["pixel_values"][0] for p in pictures
     ]
+
+
+def with_channels(picture: Any, processor: Any) -> Any:
+    """A PIL image with as many channels as a processor normalises, where PIL has a name for so many."""
+    mode = MODES.get(len(processor.image_mean))
+    return picture.convert(mode) if mode else picture
 
 
 def read_labels(folder: str, classes: Iterable[str]) -> list[str] | None:
@@ -130,7 +136,9 @@ def features(model: nn.Module, images: Sequence[Tensor], size: int, work: Work |
 def _options(model: nn.Module, size: int) -> dict[str, Any]:
     """What has a model read pictures of a size. Raises PosSwapError where it cannot."""
     table = find_table(model)
-    if table is None or table.patch is None or any(size % side for side in table.patch):
+    if table is None or table.patch is None:
+        raise PosSwapError(f"model={kind(model)} has no table of the positions of patches")
+    if any(size % side for side in table.patch):
         raise PosSwapError(f"size={size} is not a whole number of this model's patches")
     if tuple(size // side for side in table.patch) == tuple(table.grid):
         return {}

@@ -18,6 +18,7 @@ from transformers import AutoImageProcessor
 
 from ..anatomy import examine, kind, text_config
 from ..errors import PosSwapError, nearest
+from ..evaluation.images import with_channels
 from ..planning.limits import check_processor
 from .arguments import FinetuneArguments
 from .data import OF_SENTENCES, Batches
@@ -25,7 +26,6 @@ from .data import OF_SENTENCES, Batches
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MODES = {1: "L", 3: "RGB"}  # channels -> how PIL calls them
 OF_TEXT = (
     "block_size",
     "curriculum",
@@ -161,8 +161,7 @@ class PictureBatches(Batches):
         return len(batch["labels"]) * self.blocks.block_size
 
     def _collate(self, epoch: int, rows: np.ndarray, length: int) -> dict[str, Tensor]:
-        mode = MODES.get(len(self.tokenizer.image_mean))
         examples = [self.blocks[int(row)] for row in rows]
-        images = [image.convert(mode) if mode else image for image, _ in examples]
+        images = [with_channels(image, self.tokenizer) for image, _ in examples]
         pixels = self.tokenizer(images=images, return_tensors="pt")["pixel_values"]
         return {"pixel_values": pixels, "labels": torch.tensor([label for _, label in examples])}
