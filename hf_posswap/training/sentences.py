@@ -187,7 +187,7 @@ def check_vectors(model: PreTrainedModel, batches: SentenceBatches) -> dict[str,
 
 
 def _cosines(vectors: Tensor, before: Tensor) -> tuple[float, float]:
-    """Means over vectors (N, E) of the cosine to the same text's `before`, and to the other texts'; 1 without others."""
+    """Means over vectors (N, E) of the cosine to the same text's `before`, and to the others', 1 if there are none."""
     cosines = vectors @ before.T
     own, texts = cosines.diagonal().mean().item(), len(cosines)
     return own, (cosines.sum().item() - texts * own) / (texts * (texts - 1)) if texts > 1 else 1.0
