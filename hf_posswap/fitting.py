@@ -31,6 +31,7 @@ from .edits import Hook, Journal, Replace
 from .errors import PosSwapError, nearest
 from .parts import exchange_rotation
 from .planning.attention import is_causal
+from .planning.images import is_image
 from .planning.plan import Plan, trained_length
 from .profile import Fit, Tally
 from .quiet import quiet
@@ -110,6 +111,8 @@ def _refuse_deaf(new: Plan, attached: Mapping[nn.Module, Attached]) -> None:
         raise PosSwapError(
             f"fit= measures what a rotation or a table of positions does, and {kind(model)} has a bias; leave it out"
         )
+    if is_image(anatomy):
+        raise PosSwapError(f"{new.scheme}: fit= reads text, and {kind(model)} reads pictures; leave it out")
     own = own_attention(model)
     for module in attached:
         if module in own:

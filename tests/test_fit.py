@@ -493,6 +493,7 @@ def test_a_scheme_without_free_parameters_refuses_text_by_name(name):
         ("mpnet", "t5", {}, "has a bias"),
         ("falcon", "t5", {}, "does not call"),
         ("vit", "t5", {}, "grid"),
+        ("vit", "alibi", {"ndim": 1, "learnable": True}, "reads pictures"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(family, scheme, params, says):

@@ -129,6 +129,15 @@ def test_what_does_not_fit_is_refused(settings: dict, changes: dict, reason: str
     assert not list(tmp_path.iterdir())
 
 
+@auto
+def test_a_fit_on_text_is_refused(folder: Path, tmp_path: Path):
+    vit().save_pretrained(tmp_path / "base")
+    processor().save_pretrained(tmp_path / "base")
+    asked = arguments(folder, tmp_path / "out", model=str(tmp_path / "base"), fit_tokens=64)
+    with pytest.raises(PosSwapError, match="fit_tokens=64 reads text, and ViTForImageClassification reads pictures"):
+        load(asked, make_scheme("t5", {}), {"ndim": 1})
+
+
 def test_a_folder_without_classes_is_refused(folder: Path, tmp_path: Path):
     with pytest.raises(PosSwapError, match="'label' is no column of ClassLabel; it has none; give a subfolder"):
         finetune(vit(), processor(), arguments(folder / "left", tmp_path))

@@ -97,6 +97,8 @@ def load(
         return model, tokenizer
     if checkpoint is None:
         wanted = arguments.fit_tokens
+        if images and wanted:
+            raise PosSwapError(f"fit_tokens={wanted} reads text, and {kind(model)} reads pictures; leave it out")
         fit = calibration(arguments, tokenizer, trained_length(model), wanted) if wanted else None
         reader = {"processor" if images else "tokenizer": tokenizer}
         return patch_model(model, scheme, **reader, layers=arguments.layers, fit=fit, **(picture or {})), tokenizer
