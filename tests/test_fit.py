@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from hf_posswap import PosSwapError, describe, from_pretrained, list_schemes, patch_model, unpatch_model
-from hf_posswap.profile import Tally, diagonal_sums
+from hf_posswap.grid import Grid
+from hf_posswap.profile import Pairs, Tally, diagonal_sums
 from hf_posswap.scheme import registry
 
-from . import oracles
+from . import oracles, oracles_grid
 from .families import FAMILIES, LENGTH, PAD, VOCAB, tokens
 from .rows import logits
 from .small import byte_tokenizer, llama
@@ -182,6 +183,22 @@ def test_diagonals_are_summed():
     for c in range(11):
         expected = sum(values[:, i, j] for i in range(5) for j in range(7) if j - i == c - 4)
         torch.testing.assert_close(found[:, c], expected)
+
+
+AROUND = [(0, 0), (1, 0), (2, 1)]  # tokens before and behind the patches
+
+
+@pytest.mark.parametrize("around", AROUND, ids=str)
+def test_pairs_of_an_image_are_counted_by_rows_and_columns_or_in_a_row(around):
+    whole, tokens_ = Grid(2, 3, *around), oracles_grid.tokens_of(2, 3, *around)
+    numbers = oracles_grid.bias2d(tokens_, np.arange(15.0).reshape(1, 3, 5), np.array([[15.0, 16.0, 17.0]]))
+    np.testing.assert_array_equal(Pairs.between(whole).kind, numbers[0])
+    flat = Pairs.in_row(whole)
+    steps = np.arange(6) - np.arange(6)[:, None]
+    np.testing.assert_array_equal(
+        torch.where(flat.kind < 0, 0, flat.distance[flat.kind]), oracles_grid.on_flat_grid(steps[None], tokens_)[0]
+    )
+    np.testing.assert_array_equal(flat.kind < 0, [[None in (q, k) for k in tokens_] for q in tokens_])
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
