@@ -23,12 +23,12 @@ class Pairs:
     """Which pairs of the S tokens of an image count together; tokens in a row have no need of it.
 
     kind: (S, S) integers, which of the P distances a pair has, -1 where it has none. distance: (P,) integers, what a
-    scheme calls them. placed: (S,), tokens that are patches. longest: of the distances, in patches.
+    scheme calls them. longest: of them, in patches.
     """
 
+    grid: Grid
     kind: Tensor
     distance: Tensor
-    placed: Tensor
     longest: int
 
     @classmethod
@@ -38,14 +38,19 @@ class Pairs:
         table, beside = torch.arange(height * width), height * width + torch.arange(3)
         kind = grid.squared(spread_grid(table.reshape(1, height, width), grid.rows, grid.columns))
         whole = torch.cat([table, beside])
-        return cls((kind + grid.beside(beside[None]))[0], whole, _placed(grid), max(grid.rows, grid.columns) - 1)
+        return cls(grid, (kind + grid.beside(beside[None]))[0], whole, max(grid.rows, grid.columns) - 1)
 
     @classmethod
     def in_row(cls, grid: Grid) -> Pairs:
         """By the difference of their numbers, patches numbered row by row; the tokens around them have none."""
         distance = torch.arange(1 - grid.patches, grid.patches)
         kind = spread(torch.arange(1, len(distance) + 1)[None], grid.patches, grid.patches)
-        return cls(grid.squared(kind)[0] - 1, distance, _placed(grid), grid.patches - 1)
+        return cls(grid, grid.squared(kind)[0] - 1, distance, grid.patches - 1)
+
+    @property
+    def placed(self) -> Tensor:
+        """(S,), which tokens are patches."""
+        return F.pad(torch.ones(self.grid.patches), (self.grid.before, self.grid.after)).bool()
 
     def level(self, added: Tensor) -> Tensor:
         """(..., Q, S) -> the same, less what each query's keys without a place have: a bias of distances is 0 there."""
@@ -57,10 +62,6 @@ class Pairs:
         """(..., S, D) -> the same without place: all patches have the mean of theirs."""
         mean = vectors[..., self.placed, :].mean(-2, keepdim=True)
         return torch.where(self.placed[:, None], mean, vectors)
-
-
-def _placed(grid: Grid) -> Tensor:
-    return F.pad(torch.ones(grid.patches), (grid.before, grid.after)).bool()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -264,18 +264,23 @@ def _tell_positions(new: Plan, stack: Stack, scheme: Scheme) -> None:
 
 def _reroute(new: Plan, module: nn.Module, declaration: AttentionDeclaration) -> None:
     """Edits that give an attention module a forward which calls transformers' attention interface."""
-    names = tuple(inspect.signature(module.forward).parameters)
-    forward = partial(attention.reroute, module, declaration=declaration, names=names)
-    new.replace(module, "forward", forward)
-    new.replace(module, "is_causal", declaration.causal(module))
-    new.replace(module, "num_key_value_groups", declaration.groups(module) if declaration.groups else 1)
-    if not hasattr(module, "config"):
-        new.replace(module, "config", new.text)
-    if declaration.cache is not None:
-        new.replace(module, "layer_idx", getattr(module, declaration.layer))
+    new.edits += [edit for edit in reroute_edits(module, declaration, new.text) if not edit.is_idle]
     stack = new.anatomy.model.base_model
     for name, value in declaration.off.items():
         new.replace(stack, name, value)
+
+
+def reroute_edits(module: nn.Module, declaration: AttentionDeclaration, config: Any) -> Iterator[Replace]:
+    """What has it call the interface; config: where it finds the implementation, if it has none of its own."""
+    names = tuple(inspect.signature(module.forward).parameters)
+    forward = partial(attention.reroute, module, declaration=declaration, names=names)
+    yield Replace(module, "forward", forward)
+    yield Replace(module, "is_causal", declaration.causal(module))
+    yield Replace(module, "num_key_value_groups", declaration.groups(module) if declaration.groups else 1)
+    if not hasattr(module, "config"):
+        yield Replace(module, "config", config)
+    if declaration.cache is not None:
+        yield Replace(module, "layer_idx", getattr(module, declaration.layer))
 
 
 def keeps_bias(new: Plan) -> bool:
