@@ -32,7 +32,7 @@ from .sites import EMBED, RELATIVE
 if TYPE_CHECKING:
     from .scheme import Scheme
 
-BESIDE_TEXT = ("image", "pixel_values")  # what models of pages call the image that follows their text
+BESIDE_TEXT = ("image", "pixel_values")  # what models of pages call the image beside their text
 
 
 def refuse_unfittable(scheme: Scheme) -> None:
@@ -113,9 +113,8 @@ def _images(new: Plan, batches: Any, pairs: Pairs) -> Images:
 
 def _texts(new: Plan, batches: Any, tokenizer: Any) -> Rows:
     page, vocabulary = new.anatomy.page, new.anatomy.model.get_input_embeddings().weight.shape[0]
-    restarts = page is not None and page.restarts
-    whole = {*BESIDE_TEXT} & inspect.signature(page.reader.forward).parameters.keys() if restarts else ()
-    return Rows(batches, tokenizer, trained_length(new), vocabulary, frozenset(whole))
+    names = () if page is None else inspect.signature(page.reader.forward).parameters
+    return Rows(batches, tokenizer, trained_length(new), vocabulary, frozenset({*BESIDE_TEXT} & {*names}))
 
 
 def _refuse_deaf(new: Plan, attached: Mapping[nn.Module, Attached]) -> None:
