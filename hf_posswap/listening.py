@@ -29,6 +29,7 @@ from .attention import ATTRIBUTE, DENSE, PLACES, Places, stock
 from .edits import Hook, Journal, Replace
 from .parts import exchange_rotation
 from .planning.attention import is_causal, reroute_edits
+from .planning.images import is_image
 from .planning.page import box_guard
 from .profile import Pairs, Tally
 from .quiet import quiet
@@ -78,8 +79,8 @@ def listen(
 
 
 def _run(anatomy: Anatomy, inputs: Mapping[str, Tensor]) -> None:
-    """One forward, no further than it takes to reach every layer; a decoder reads what its encoder does."""
-    model = anatomy.model.base_model
+    """One forward, without a head of text; a decoder reads what its encoder does."""
+    model = anatomy.model if is_image(anatomy) else anatomy.model.base_model
     given = {name: value.to(model.device) for name, value in inputs.items()}
     if "decoder_input_ids" in inspect.signature(model.forward).parameters:
         given["decoder_input_ids"] = given["input_ids"]

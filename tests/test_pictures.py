@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from packaging.version import Version
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
-from hf_posswap import PosSwapError, from_pretrained, patch_model
+from hf_posswap import PosSwapError, describe, from_pretrained, patch_model
 from hf_posswap.evaluation import images
 from hf_posswap.evaluation.compare import Entry, compare_images
 from hf_posswap.pictures import Picture
@@ -24,7 +25,7 @@ from hf_posswap.training.arguments import FinetuneArguments
 from hf_posswap.training.log import TrainingLog
 from hf_posswap.training.loop import finetune, load
 
-from .small import ROOT, SCRIPT, run
+from .small import ROOT, SCRIPT, call, run
 
 CLASSES = ("left", "right")
 SIDE = 16
@@ -130,12 +131,21 @@ def test_what_does_not_fit_is_refused(settings: dict, changes: dict, reason: str
 
 
 @auto
-def test_a_fit_on_text_is_refused(folder: Path, tmp_path: Path):
+def test_a_scheme_is_fitted_to_the_pictures(folder: Path, tmp_path: Path):
+    """By the trainer, to some of those that it trains on, and by the script that patches."""
     vit().save_pretrained(tmp_path / "base")
     processor().save_pretrained(tmp_path / "base")
-    asked = arguments(folder, tmp_path / "out", model=str(tmp_path / "base"), fit_tokens=64)
-    with pytest.raises(PosSwapError, match="fit_tokens=64 reads text, and ViTForImageClassification reads pictures"):
-        load(asked, make_scheme("t5", {}), {"ndim": 1})
+    asked = arguments(folder, tmp_path / "out", model=str(tmp_path / "base"), fit_tokens=3 * 16 + 5)
+    model, _ = load(asked, make_scheme("bias2d", {}))
+    assert describe(model).fit.tokens == 3 * 17  # of the class, too
+    with pytest.raises(PosSwapError, match="fit_tokens=15: a picture has 16 patches, and there are 64 of them; give"):
+        load(replace(asked, fit_tokens=15), make_scheme("bias2d", {}))
+    flags = ["--model", tmp_path / "base", "--scheme", "bias2d", "--dry_run", "--fit"]
+    done = call("patch.py", *flags, *sorted(folder.rglob("*.png"))[:2])
+    assert "on 34 tokens, to distance 3" in done.stdout
+    broken = call("patch.py", *flags, tmp_path / "base" / "config.json")
+    assert broken.returncode == 2
+    assert "cannot be read" in broken.stderr
 
 
 def test_a_folder_without_classes_is_refused(folder: Path, tmp_path: Path):

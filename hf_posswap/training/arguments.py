@@ -34,8 +34,8 @@ class FinetuneArguments:
     fit_tokens: int = field(
         default=0,
         metadata=_help(
-            "Choose the parameters of --scheme from so many tokens of the training text, before it is installed, so",
-            "that the model changes least; 0: the scheme's own.",
+            "Choose the parameters of --scheme from so many tokens of the training text (patches of the pictures),",
+            "before it is installed, so that the model changes least; 0: the scheme's own.",
         ),
     )
     dtype: Literal["float32", "bfloat16", "auto"] = field(

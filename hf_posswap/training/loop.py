@@ -59,7 +59,7 @@ from .guard import check_start
 from .log import FILE as LOG
 from .log import TrainingLog, without_paths
 from .loss import chunk_loss
-from .pictures import PictureBatches, for_pictures, read_pictures
+from .pictures import PictureBatches, calibration_pictures, for_pictures, read_pictures
 from .trained import Trained, trained
 
 if TYPE_CHECKING:
@@ -97,9 +97,11 @@ def load(
         return model, tokenizer
     if checkpoint is None:
         wanted = arguments.fit_tokens
-        if images and wanted:
-            raise PosSwapError(f"fit_tokens={wanted} reads text, and {kind(model)} reads pictures; leave it out")
-        fit = calibration(arguments, tokenizer, trained_length(model), wanted) if wanted else None
+        fit = None
+        if wanted and images:
+            fit = calibration_pictures(model, tokenizer, arguments, wanted)
+        elif wanted:
+            fit = calibration(arguments, tokenizer, trained_length(model), wanted)
         reader = {"processor" if images else "tokenizer": tokenizer}
         return patch_model(model, scheme, **reader, layers=arguments.layers, fit=fit, **(picture or {})), tokenizer
     read = dict(picture or {})

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..anatomy import examine, kind, text_config
 from ..errors import PosSwapError, nearest
+from ..planning.images import trained_grid
 from ..planning.limits import check_processor
 from .arguments import FinetuneArguments
 from .data import Batches
@@ -41,10 +42,7 @@ def for_pictures(model: PreTrainedModel, arguments: FinetuneArguments) -> Finetu
     for name, unset in OF_TEXT.items():
         if getattr(arguments, name) != unset:
             raise PosSwapError(f"{name}={getattr(arguments, name)!r} is for text, and {kind(model)} reads pictures")
-    anatomy = examine(model)
-    if anatomy.table is None:
-        raise PosSwapError(f"model={kind(model)} has no table of patches, so their number is not known here")
-    return replace(arguments, block_size=math.prod(anatomy.table.grid))
+    return replace(arguments, block_size=math.prod(trained_grid(examine(model))))
 
 
 @dataclass(frozen=True)
@@ -125,3 +123,24 @@ class PictureBatches(Batches):
         images = [image.convert(mode) if mode else image for image, _ in examples]
         pixels = self.tokenizer(images=images, return_tensors="pt")["pixel_values"]
         return {"pixel_values": pixels, "labels": torch.tensor([label for _, label in examples])}
+
+
+def calibration_pictures(
+    model: PreTrainedModel, processor: Any, arguments: FinetuneArguments, patches: int
+) -> list[Tensor]:
+    """Pictures for `patch_model(fit=...)`, (B, C, height, width) with B of 8 at most, drawn by the seed: `patches` of
+    them.
+
+    Raises PosSwapError where these fill no picture, or there are fewer.
+    """
+    arguments = for_pictures(model, arguments)
+    album, each = read_pictures(model, processor, arguments), arguments.block_size
+    wanted = patches // each
+    if not 0 < wanted <= len(album):
+        raise PosSwapError(
+            f"fit_tokens={patches}: a picture has {each} patches, and there are {len(album)} of them; give a number "
+            f"from {each} to {len(album) * each}"
+        )
+    batches = PictureBatches(album, processor, arguments, "", 1)
+    order = torch.randperm(len(album), generator=torch.Generator().manual_seed(arguments.seed))[:wanted]
+    return [batches._collate(0, rows.numpy(), each)["pixel_values"] for rows in order.split(8)]
