@@ -263,7 +263,8 @@ def _replaced_sites(anatomy: Anatomy, record: Record) -> frozenset[str]:
 def silent_biases(anatomy: Anatomy, record: Record) -> list[BiasTable]:
     """The tables of biases, in tokens and on the page, that a recorded swap silenced."""
     silenced = scheme_of(record).silences(anatomy.sites, record.biases.get(RELATIVE))
-    found = list(anatomy.bias.tables.values()) if BIAS in silenced and anatomy.bias is not None else []
+    tables = anatomy.bias.tables.items() if BIAS in silenced and anatomy.bias is not None else ()
+    found = [table for path, table in tables if anatomy.is_in(path, record.layers)]
     spatial = anatomy.page.spatial if record.biases.get(SPATIAL) == SILENCE else {}
     return found + list(spatial.values())
 

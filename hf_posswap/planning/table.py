@@ -268,9 +268,12 @@ def _resize_masks(new: Plan, table: TableSite, rows: int) -> None:
 
 
 def silence_bias(new: Plan, scheme: Scheme) -> None:
+    """Zeros for the biases of the chosen layers, which transformers adds as before."""
     refuse_quantised(new.anatomy.model, str(new.scheme))
     resized = {id(e.owner): e.value for e in new.edits if isinstance(e, Replace) and isinstance(e.value, nn.Parameter)}
     for path, table in new.anatomy.bias.tables.items():
+        if not new.anatomy.is_in(path, new.layers):
+            continue
         zeros = nn.Parameter(torch.zeros_like(resized.get(id(table.owner), table.weight)), requires_grad=False)
         new.edits.append(Replace(table.owner, table.attribute, zeros, path))
     if is_image(new.anatomy):
