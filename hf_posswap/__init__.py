@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .checkpoint import from_pretrained
-    from .describing import describe, probe
+    from .describing import describe
     from .errors import PosSwapError, RecalibrationWarning
     from .patching import patch_model, unpatch_model
+    from .probing import probe
     from .scheme import Scheme, list_schemes
 
 __version__ = "0.1.0"
@@ -19,7 +20,7 @@ _HOME = {
     "patch_model": "patching",
     "unpatch_model": "patching",
     "describe": "describing",
-    "probe": "describing",
+    "probe": "probing",
     "from_pretrained": "checkpoint",
     "list_schemes": "scheme",
     "Scheme": "scheme",

@@ -246,6 +246,7 @@ def _training(facts: Facts) -> str:
     if log is None:
         return "## Training\n\nNot fine-tuned after the swap."
     arguments, hardware = log["arguments"], log["hardware"]
+    ends = [f"{entry['loss']:.4f}" for entry in (log["entries"][0], log["entries"][-1])]
     rows = {
         "objective": log["objective"],
         "data": arguments.get("dataset_name") or f"{log['corpus_tokens']:,} tokens of local text",
@@ -255,7 +256,7 @@ def _training(facts: Facts) -> str:
         "rows per step": log["global_batch_size"],
         **_ways(log),
         "learning rate": f"{arguments['learning_rate']:g}, {arguments['lr_scheduler_type']}",
-        "first and last loss": f"{log['entries'][0]['loss']:.4f}, {log['entries'][-1]['loss']:.4f} nats per token",
+        "first and last loss": f"{', '.join(ends)} {log.get('unit', 'nats per token')}",
         "time": f"{log['wall_seconds'] / 60:.1f} minutes",
         "hardware": f"{hardware['device']}, {hardware['processes']} process(es)",
         "precision": {"no": "as the weights"}.get(hardware["mixed_precision"], hardware["mixed_precision"]),
@@ -273,8 +274,12 @@ def _ways(log: dict[str, Any]) -> dict[str, str]:
         of = f"{log['trained_parameters']:,} of {log['parameters']:,} parameters"
         ways["trained"] = f"{chosen[arguments['train']]}: {of}"
     if arguments.get("distil"):
-        ends = [f"{entry['task_loss']:.4f}" for entry in (log["entries"][0], log["entries"][-1])]
-        ways["distilled"] = f"{arguments['distil']:g} of the loss; the rest, cross-entropy, was {', '.join(ends)}"
+        ends = [
+            f"{entry['task_loss']:.4f}" for entry in (log["entries"][0], log["entries"][-1]) if "task_loss" in entry
+        ]
+        ways["distilled"] = f"{arguments['distil']:g} of the loss" + (
+            f"; the task's was {', '.join(ends)}" if ends else ""
+        )
     if arguments.get("pose_length"):
         ways["positions"] = f"spread below {arguments['pose_length']:,}"
     if arguments.get("curriculum"):

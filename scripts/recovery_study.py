@@ -23,7 +23,7 @@ LLAMA, BERT = "llama", "bert"
 POINTS = 9  # of a curve, after its first
 FIT_TOKENS = 16_384
 WINDOWS = 16  # of text held out
-BERT_LENGTH, BERT_ROWS, BERT_STEPS = 64, 16, 3000
+BERT_LENGTH, BERT_ROWS, BERT_STEPS, BERT_WIDTH = 64, 16, 3000, 96
 PER_LAYER = {"per_layer": True}
 SCHEMES: dict[str, dict[str, tuple[str | None, dict[str, Any]]]] = {
     LLAMA: {
@@ -188,8 +188,7 @@ class Study:
             "training_loss": log.entries[-1]["loss"],
             "seconds": round(time.perf_counter() - started, 1),
         }
-        with runs.replacing(self.folder / "cells" / f"{cell.name}.json") as path:
-            path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        runs.write_json(self.folder / "cells" / f"{cell.name}.json", found)
         shutil.rmtree(folder)
 
     def report(self) -> None:
@@ -212,8 +211,7 @@ class Study:
             "versions": runs.versions(),
         }
         page = f"{len(cells)} of the study's {len(everything)} cells were run.\n\n" + self.page(cells, subjects, base)
-        with runs.replacing(output / "results.json") as path:
-            path.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        runs.write_json(output / "results.json", results)
         (output / "table.md").write_text(page, encoding="utf-8")
         plot_recovery(cells, output / "recovery.png", base)
         print(page, end="")
@@ -388,7 +386,7 @@ class LlamaSubject(Subject):
 class BertSubject(Subject):
     """A BERT with a learned table, trained on masked bytes of the demo's text."""
 
-    name, objective, rate = BERT, "masked", 3e-3
+    name, objective, rate = BERT, "masked", 1e-3
     length, rows, steps = BERT_LENGTH, BERT_ROWS, BERT_STEPS
 
     def prepare(self, demo: Any) -> tuple[Path, list[Path], list[Path], Any]:
@@ -414,14 +412,15 @@ class BertSubject(Subject):
         return BertForMaskedLM(
             BertConfig(
                 vocab_size=len(self.tokenizer),
-                hidden_size=96,
-                intermediate_size=384,
+                hidden_size=BERT_WIDTH,
+                intermediate_size=4 * BERT_WIDTH,
                 num_hidden_layers=2,
                 num_attention_heads=3,
                 max_position_embeddings=self.length,
                 hidden_dropout_prob=0.0,
                 attention_probs_dropout_prob=0.0,
                 pad_token_id=self.tokenizer.pad_token_id,
+                initializer_range=BERT_WIDTH**-0.5,  # 0.02 is for 768: narrow, it learns nothing of its positions
             )
         )
 

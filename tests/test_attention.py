@@ -431,7 +431,7 @@ def test_config_written_past_the_model_stops_the_next_forward():
 
 
 def probe_faults_empty(model) -> bool:
-    from hf_posswap.describing import _attention_faults
+    from hf_posswap.probing import _attention_faults
 
     return not list(_attention_faults(model))
 

@@ -130,7 +130,9 @@ def test_an_evaluator_is_one_of_the_models():
 
 @pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
 def test_encoders_are_compared_beside_their_base(bert_tokenizer, tmp_path):
-    swapped = lambda: patch_model(bert(64), "learned", max_positions=96, init="tile")  # noqa: E731
+    def swapped():
+        return patch_model(bert(64), "learned", max_positions=96, init="tile")
+
     entries = [Entry("base", lambda: bert(64)), Entry("learned", swapped, "base")]
     made = compare_encoders(entries, DOCUMENTS, [16, 96], bert_tokenizer, targets=3)
     assert [[point["length"] for point in one["points"]] for one in made["series"]] == [[16, 64], [16, 64, 96]]
@@ -142,7 +144,9 @@ def test_encoders_are_compared_beside_their_base(bert_tokenizer, tmp_path):
 
 
 def test_images_are_compared_beside_their_base(tmp_path):
-    swapped = lambda: patch_model(FAMILIES["vit"].build(), "learned", image_size=48)  # noqa: E731
+    def swapped():
+        return patch_model(FAMILIES["vit"].build(), "learned", image_size=48)
+
     entries = [Entry("base", FAMILIES["vit"].build), Entry("learned", swapped, "base")]
     made = compare_images(entries, list(pixels(40)), [48])
     assert [point["length"] for point in made["series"][1]["points"]] == [32, 48]

@@ -25,20 +25,20 @@ def study():
 
 
 def test_tiling_leaves_short_texts_alone_and_reads_beyond_the_table(study):
-    found = study.measure(*ROUTES["learned, tile"])
+    found = study.measure(study.patched(*ROUTES["learned, tile"]))
     assert found["short_cosine"] == pytest.approx(1.0, abs=1e-6)
     assert found["window_cosine_1024"] > 0.8
     assert found["order_beyond_1024"] > 1e-3
 
 
 def test_cutting_finds_nothing_beyond_the_table(study):
-    found = study.measure(None, {})
+    found = study.measure(study.patched(None, {}))
     assert found["first_1024"] == 0.0
     assert found["order_beyond_1024"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_fitted_sinusoid_moves_short_texts_less_than_a_matched_one(study):
-    fitted, matched = (study.measure(*ROUTES[f"sinusoidal, {route}"]) for route in ("fit", "match"))
+    fitted, matched = (study.measure(study.patched(*ROUTES[f"sinusoidal, {route}"])) for route in ("fit", "match"))
     assert fitted["short_cosine"] > matched["short_cosine"]
 
 
@@ -65,3 +65,11 @@ def test_the_script_measures_it_beside_its_base(study, tmp_path):
     assert [point["tokens_read"] for point in base["points"]] == [256, 512, 512]
     assert [point["tokens_read"] for point in tiled["points"]] == [256, 512, 1024]
     assert tiled["points"][-1]["reciprocal_rank"] > base["points"][-1]["reciprocal_rank"]
+
+
+@pytest.mark.long
+def test_a_cold_swap_comes_back_to_the_vectors_that_it_had(study):
+    model = study.patched(*ROUTES["rope"])
+    before = study.measure(model)["short_cosine"]
+    study.teach(model, 60)
+    assert before < 0.7 < 0.8 < study.measure(model)["short_cosine"]

@@ -267,6 +267,23 @@ def test_added_vectors(row: Row):
     np.testing.assert_allclose(added, expected, atol=2e-6 * max(1.0, np.abs(seen["after"].numpy()).max()))
 
 
+@pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
+@by_id([row for row in ADDED_ROWS if not _enters_first_layer(row)])
+def test_vectors_added_to_token_embeddings(row: Row):
+    """The model without positions, on token embeddings that have the sinusoid in them, computes what the swap does."""
+    ids, model, silent = tokens(1, 12), row.patched(), row.source()
+    embedding = silent.get_input_embeddings().weight.detach().double().numpy()
+    patch_model(silent, "nope")
+    waves = oracles.sinusoid(12, WIDTH, row.params.get("layout", "interleaved"), np.sqrt((embedding**2).mean() / 0.5))
+    moved = torch.from_numpy(embedding[ids[0]] + waves)[None].float()
+    found, expected, without = (
+        logits(m, **call)
+        for m, call in ((model, {"input_ids": ids}), (silent, {"inputs_embeds": moved}), (silent, {"input_ids": ids}))
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+    assert (without - expected).abs().max() > 0.1 * expected.abs().max()
+
+
 @by_id([row for row in CONCAT_ROWS if row.anatomy.causal])
 def test_concatenated_vectors(row: Row):
     """What enters the first layer is W [x | p]: token embedding and position side by side, by one matrix."""

@@ -114,8 +114,10 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(folder: Path, tmp_path
 
 
 REFUSED = [
-    ({}, {"block_size": 16}, r"block_size=16 is for text"),
-    ({}, {"packing": "documents"}, r"packing='documents' is for text"),
+    ({}, {"block_size": 16}, r"block_size=16 is not for ViTForImageClassification, which reads pictures; leave it out"),
+    ({}, {"packing": "documents"}, r"packing='documents' is not for ViT"),
+    ({}, {"fit_tokens": 64}, r"fit_tokens=64 is not for ViT"),
+    ({}, {"mlm_probability": 0.3}, r"mlm_probability=0.3 is not for ViT"),
     ({}, {"objective": "causal"}, r"objective='causal' does not fit ViTForImageClassification; choose 'images'"),
     ({"num_labels": 3}, {}, r"has 2 classes \(left, right\), and ViTForImageClassification has 3"),
     ({}, {"per_device_train_batch_size": 65}, r"64 pictures do not fill one global batch, which takes 65"),
@@ -128,6 +130,15 @@ def test_what_does_not_fit_is_refused(settings: dict, changes: dict, reason: str
     with pytest.raises(PosSwapError, match=reason):
         finetune(vit(**settings), processor(), arguments(folder, tmp_path, **changes))
     assert not list(tmp_path.iterdir())
+
+
+@auto
+def test_flags_of_text_are_refused_before_the_swap(folder: Path, tmp_path: Path):
+    vit().save_pretrained(tmp_path)
+    processor().save_pretrained(tmp_path)
+    given = arguments(folder, tmp_path / "out", model=str(tmp_path), packing="documents")
+    with pytest.raises(PosSwapError, match="packing='documents' is not for ViTForImageClassification, which reads"):
+        load(given, make_scheme("bias2d", {}), {"image_size": 24})
 
 
 @auto
@@ -148,14 +159,26 @@ def test_a_scheme_is_fitted_to_the_pictures(folder: Path, tmp_path: Path):
     assert "cannot be read" in broken.stderr
 
 
+def test_pictures_have_the_channels_that_the_processor_normalises(folder: Path):
+    grey = ViTImageProcessor(size={"height": SIDE, "width": SIDE}, image_mean=[0.5], image_std=[0.5])
+    (file, *_) = sorted(folder.rglob("*.png"))
+    expected = (np.asarray(Image.open(file).convert("L")) / 255 - 0.5) / 0.5
+    (found, *_) = images.read_images(str(folder), grey)
+    torch.testing.assert_close(found.double(), torch.tensor(expected)[None], atol=1e-6, rtol=0)
+
+
 def test_a_folder_without_classes_is_refused(folder: Path, tmp_path: Path):
     with pytest.raises(PosSwapError, match="'label' is no column of ClassLabel; it has none; give a subfolder"):
         finetune(vit(), processor(), arguments(folder / "left", tmp_path))
 
 
 def test_right_classes_are_compared_by_size(folder: Path):
-    base = lambda: vit(id2label=dict(enumerate(CLASSES)), label2id={n: i for i, n in enumerate(CLASSES)})  # noqa: E731
-    swapped = lambda: patch_model(base(), "learned2d", image_size=32)  # noqa: E731
+    def base():
+        return vit(id2label=dict(enumerate(CLASSES)), label2id={n: i for i, n in enumerate(CLASSES)})
+
+    def swapped():
+        return patch_model(base(), "learned2d", image_size=32)
+
     pictures, labels = images.read_images(str(folder), processor()), images.read_labels(str(folder), CLASSES)
     entries = [Entry("base", base), Entry("learned2d", swapped, "base")]
     report = compare_images(entries, pictures, [32], labels=labels)
@@ -167,6 +190,9 @@ def test_right_classes_are_compared_by_size(folder: Path):
     assert [point["length"] for point in found["base"]] == [SIDE, 32]
     assert found["learned2d"][-1]["accuracy"] == pytest.approx(right.item())
     assert images.read_labels(str(folder), ("up", "down")) is None
+    entries[1] = Entry("other", lambda: patch_model(vit(), "learned2d", image_size=32), "base")
+    with pytest.raises(PosSwapError, match="'left' is no class of other; choose one of: LABEL_0, LABEL_1"):
+        compare_images(entries, pictures, [32], labels=labels)
 
 
 @auto

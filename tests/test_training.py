@@ -701,6 +701,11 @@ def test_log_says_nothing_of_where_the_files_were(arguments, tokenizer):
         ({"mlm_probability": 1.0}, "mlm_probability=1.0 is too great; it must be less than 1"),
         ({"train_dir": None}, "give exactly one of train_file, train_dir, dataset_name, image_dir; got none"),
         ({"dataset_name": "x"}, "give exactly one of"),
+        (
+            {"train_dir": None, "image_dir": "x"},
+            "image_dir='x' is not for LlamaForCausalLM, which reads text; leave it out",
+        ),
+        ({"label_column": "class"}, "label_column='class' is not for LlamaForCausalLM"),
         ({"file_pattern": "*.txt"}, r"train_dir=.* no file that matches file_pattern='\*.txt'; it holds \*.py"),
         ({"train_dir": "missing"}, "train_dir='missing' is not a folder"),
         ({"train_dir": None, "train_file": ["missing.txt"]}, "train_file='missing.txt' is not a file"),

@@ -1,10 +1,9 @@
 """Megatron-BERT, RemBERT, TAPAS, BigBird: BERT's attention as it was before transformers' attention interface."""
 
-from functools import partial
 from operator import attrgetter
 
 from ..anatomy import AttentionDeclaration
-from ..heads import project_apart
+from ..heads import project_as_bert
 
 BERT_USES = """
 EncoderDecoderCache all_head_size attention_head_size contiguous cross_attention_cache dropout functional get
@@ -13,9 +12,7 @@ self_attention_cache shape size softmax sqrt torch transpose update value values
 """
 ATTENTION = AttentionDeclaration(
     holds=frozenset({"query", "key", "value", "all_head_size", "attention_head_size", "is_decoder"}),
-    project=partial(
-        project_apart, layers=("query", "key", "value"), size="attention_head_size", states="hidden_states"
-    ),
+    project=project_as_bert,
     dropout=attrgetter("dropout.p"),
     cache="past_key_values",
     causal=attrgetter("is_decoder"),

@@ -1,12 +1,11 @@
 """Bros: BERT's attention, where a query meets the vector from its box to the key's; boxes are in parts of the page."""
 
-from functools import partial
 from operator import attrgetter
 
 import torch
 
 from ..anatomy import AttentionDeclaration, PageDeclaration
-from ..heads import project_apart
+from ..heads import project_as_bert
 
 BROS_USES = """
 all_head_size attention_head_size bbox_pos_emb contiguous dropout einsum is_decoder key math matmul nn
@@ -34,9 +33,7 @@ def _bias(module, query, call):
 
 ATTENTION = AttentionDeclaration(
     holds=frozenset({"query", "key", "value", "all_head_size", "attention_head_size", "is_decoder"}),
-    project=partial(
-        project_apart, layers=("query", "key", "value"), size="attention_head_size", states="hidden_states"
-    ),
+    project=project_as_bert,
     bias=_bias,
     dropout=attrgetter("dropout.p"),
     causal=attrgetter("is_decoder"),

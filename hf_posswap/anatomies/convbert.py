@@ -1,13 +1,12 @@
 """ConvBERT: beside BERT's heads, convolutions with a kernel that each token's query and neighbours make."""
 
-from functools import partial
 from operator import attrgetter
 
 from torch import cat
 from torch.nn.functional import pad
 
 from ..anatomy import AttentionDeclaration
-from ..heads import never, project_apart
+from ..heads import never, project_as_bert
 
 
 def _finish(module, output, call):
@@ -21,9 +20,7 @@ def _finish(module, output, call):
 
 ATTENTION = AttentionDeclaration(
     holds=frozenset({"query", "key", "value", "key_conv_attn_layer", "conv_out_layer"}),
-    project=partial(
-        project_apart, layers=("query", "key", "value"), size="attention_head_size", states="hidden_states"
-    ),
+    project=project_as_bert,
     finish=_finish,
     dropout=attrgetter("dropout.p"),
     causal=never,

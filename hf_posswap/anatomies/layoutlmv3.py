@@ -1,10 +1,9 @@
 """LayoutLMv3: RoBERTa's attention with biases per distance in tokens and on the page, divided as its logits are."""
 
-from functools import partial
 from operator import attrgetter
 
 from ..anatomy import AttentionDeclaration
-from ..heads import never, project_apart
+from ..heads import never, project_as_bert
 
 V3_USES = """
 Softmax all_head_size amax attention_head_size cogview_attention contiguous dropout has_relative_attention_bias
@@ -23,9 +22,7 @@ def _bias(module, query, call):
 
 ATTENTION = AttentionDeclaration(
     holds=frozenset({"query", "key", "value", "has_relative_attention_bias", "has_spatial_attention_bias"}),
-    project=partial(
-        project_apart, layers=("query", "key", "value"), size="attention_head_size", states="hidden_states"
-    ),
+    project=project_as_bert,
     bias=_bias,
     dropout=attrgetter("dropout.p"),
     causal=never,

@@ -1,10 +1,9 @@
 """RoFormer: BERT's attention, which turns q and k by itself."""
 
-from functools import partial
 from operator import attrgetter
 
 from ..anatomy import AttentionDeclaration
-from ..heads import project_apart
+from ..heads import project_as_bert
 
 
 def _is_plain(module) -> bool:
@@ -13,9 +12,7 @@ def _is_plain(module) -> bool:
 
 ATTENTION = AttentionDeclaration(
     holds=frozenset({"query", "key", "value", "rotary_value"}),
-    project=partial(
-        project_apart, layers=("query", "key", "value"), size="attention_head_size", states="hidden_states"
-    ),
+    project=project_as_bert,
     dropout=attrgetter("dropout.p"),
     cache="past_key_values",
     causal=attrgetter("is_decoder"),

@@ -266,6 +266,8 @@ def compare_images(
     """
     started, work = time.perf_counter(), work or Work()
     check_bases(entries)
+    for entry in entries if labels is not None else ():  # now, not after hours of the base
+        images.check_labels(entry.load(), labels, entry.name)
     base = next(entry for entry in entries if entry.base is None)
     table = find_table(base.load())
     if table is None or table.grid is None or table.grid[0] * table.patch[0] != table.grid[1] * table.patch[1]:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ..anatomy import examine, kind
-from ..describing import probe
 from ..errors import PosSwapError
 from ..planning.attention import find_attention
 from ..planning.plan import Plan
+from ..probing import probe
 from ..runs import versions
 from ..scheme import make_scheme
 from .perplexity import fingerprint

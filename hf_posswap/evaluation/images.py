@@ -13,14 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..anatomy import find_table
-from ..errors import PosSwapError
+from ..anatomy import find_table, kind
+from ..errors import PosSwapError, nearest
 from ..runs import versions
 from .perplexity import fingerprint
 from .subjects import evaluating, sample_of, takes
 from .work import Work
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+MODES = {1: "L", 3: "RGB"}  # channels -> how PIL calls them
 
 
 def read_images(folder: str, processor: Any) -> list[Tensor]:
@@ -30,11 +31,16 @@ def read_images(folder: str, processor: Any) -> list[Tensor]:
     """
     from PIL import Image
 
-    files = _files(folder)
-    pictures = [Image.open(file).convert("RGB") for file in files]
+    pictures = [with_channels(Image.open(file), processor) for file in _files(folder)]
     return [
         processor(p, do_resize=False, do_center_crop=False, return_tensors="pt")["pixel_values"][0] for p in pictures
     ]
+
+
+def with_channels(picture: Any, processor: Any) -> Any:
+    """A PIL image with as many channels as a processor normalises, where PIL has a name for so many."""
+    mode = MODES.get(len(processor.image_mean))
+    return picture.convert(mode) if mode else picture
 
 
 def read_labels(folder: str, classes: Iterable[str]) -> list[str] | None:
@@ -50,6 +56,14 @@ def _files(folder: str) -> list[Path]:
     return files
 
 
+def check_labels(model: nn.Module, labels: Iterable[str], name: str) -> None:
+    """Raise PosSwapError for a label that is none of the model's classes."""
+    known = model.config.label2id
+    for label in labels:
+        if label not in known:
+            raise PosSwapError(f"labels: {label!r} is no class of {name}; {nearest(label, known)}")
+
+
 def accuracy(
     model: nn.Module,
     images: Sequence[Tensor],
@@ -59,7 +73,13 @@ def accuracy(
     name: str,
     work: Work | None = None,
 ) -> dict[str, Any]:
-    """The same of a classifier: the share of pictures whose class it finds at a size. labels: names of classes."""
+    """`{"name", "stage", "seconds", "points"}`: the share of pictures whose class a classifier finds at a size (pixels,
+    square). A point's `length` is the size.
+
+    images: pixels (C, height, width), resized here (bicubic, antialiased). labels: names of their classes. Raises
+    PosSwapError for one that the model does not know.
+    """
+    check_labels(model, labels, name)
     work, started, points = work or Work(), time.perf_counter(), []
     for size in sorted(set(sizes)):
         options = _options(model, size)
@@ -116,7 +136,9 @@ def features(model: nn.Module, images: Sequence[Tensor], size: int, work: Work |
 def _options(model: nn.Module, size: int) -> dict[str, Any]:
     """What has a model read pictures of a size. Raises PosSwapError where it cannot."""
     table = find_table(model)
-    if table is None or table.patch is None or any(size % side for side in table.patch):
+    if table is None or table.patch is None:
+        raise PosSwapError(f"model={kind(model)} has no table of the positions of patches")
+    if any(size % side for side in table.patch):
         raise PosSwapError(f"size={size} is not a whole number of this model's patches")
     if tuple(size // side for side in table.patch) == tuple(table.grid):
         return {}

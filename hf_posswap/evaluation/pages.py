@@ -118,6 +118,7 @@ def _run(report: dict[str, Any]) -> list[str]:
         f"- time: {report['seconds']:.0f} seconds",
         f"- versions: {', '.join(f'{name} {version}' for name, version in report['versions'].items())}",
         f"- command: `{report['command']}`",
-        "- decoding is greedy; what is drawn at random is seeded",
     ]
+    if report["measure"] == "perplexity":  # the measures that come with it decode
+        lines.append("- decoding is greedy; what is drawn at random is seeded")
     return lines

@@ -117,7 +117,7 @@ def _rebuild(new: Plan, table: TableSite, grid: Size, patch: Size) -> None:
         with torch.device("meta"), torch.no_grad():
             twin = type(table.owner)(new.text)
             twin(torch.empty(1, *frames, new.text.num_channels, height, width))
-    except Exception as error:
+    except Exception as error:  # constructors and forwards of transformers raise anything at sizes they cannot take
         raise PosSwapError(
             f"{new.scheme}: {kind(table.owner)} cannot be built with {new.picture} and read such a picture: "
             f"{type(error).__name__}: {error}"

@@ -70,12 +70,25 @@ class FinetuneArguments:
     image_column: str = field(default="image", metadata=_help("Column of --dataset_name that holds the pictures."))
     label_column: str = field(default="label", metadata=_help("Column of --dataset_name that holds their classes."))
 
-    objective: Literal["causal", "masked", "images"] | None = field(
+    objective: Literal["causal", "masked", "images", "sentences"] | None = field(
         default=None,
         metadata=_help(
-            "Predict the next token, masked ones, or the class of a picture.",
-            "Read from the model's class where not given.",
+            "Predict the next token, masked ones, or the class of a picture: read from the model's class where not",
+            "given. sentences: the vectors of whole texts, of an encoder without a head (AutoModel).",
         ),
+    )
+    pooling: Literal["mean", "cls"] = field(
+        default="mean", metadata=_help("The vector of a text: the mean of its tokens' last states, or the first one.")
+    )
+    contrast_rows: int = field(
+        default=0,
+        metadata=_help(
+            "Texts that sentences are told apart in: of each two crops are taken, and one is to be nearer to the other",
+            "than to those of so many texts. A divisor of --per_device_train_batch_size; 0 with --distil 1.",
+        ),
+    )
+    contrast_temperature: float = field(
+        default=0.05, metadata=_help("Temperature of their cosines; that of SimCSE and Contriever.")
     )
     packing: Literal["concat", "documents", "whole"] = field(
         default="concat",
@@ -133,7 +146,8 @@ class FinetuneArguments:
         metadata=_help(
             "Share of the loss that asks for the teacher's distribution instead of the text's next (or masked) token,",
             "0 to 1. A causal teacher teaches the beginning of each row, as many tokens as it was trained on; the rest",
-            "has the task's loss alone. A masked one refuses longer rows.",
+            "has the task's loss alone. A masked one refuses longer rows. With sentences: the share that asks for the",
+            "teacher's vectors, of a longer text the mean over windows of as many tokens as it knows.",
         ),
     )
     teacher: str | None = field(
@@ -206,7 +220,15 @@ class FinetuneArguments:
             "lora_alpha",
         ):
             self._check(name, at_least=1)
-        for name in ("warmup_steps", "weight_decay", "max_grad_norm", "seed", "save_steps", "fit_tokens"):
+        for name in (
+            "warmup_steps",
+            "weight_decay",
+            "max_grad_norm",
+            "seed",
+            "save_steps",
+            "fit_tokens",
+            "contrast_rows",
+        ):
             self._check(name, at_least=0)
         for name in ("adam_beta1", "adam_beta2"):
             self._check(name, at_least=0, below=1)
@@ -217,6 +239,7 @@ class FinetuneArguments:
         self._check("max_start_loss", above=0)
         self._check("distil", at_least=0, at_most=1)
         self._check("distil_temperature", above=0)
+        self._check("contrast_temperature", above=0)
         self._check("distil_hidden", at_least=0)
         for name in ("teacher", "distil_hidden"):
             if getattr(self, name) and not self.distil:

@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
 )
 
 from ..anatomy import kind
@@ -22,7 +23,7 @@ from ..errors import PosSwapError
 from ..evaluation.subjects import table_limit
 from ..patching import record_of
 from ..scheme import name_of
-from .arguments import SHORTEST_BLOCK, FinetuneArguments
+from .arguments import FinetuneArguments
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
 
 
 def find_objective(model: PreTrainedModel, asked: str | None) -> str:
-    """`causal`, `masked` or `images`, by the model's class. PosSwapError where it has no head for it, or another."""
+    """`causal`, `masked` or `images`, by the model's class; `sentences` where that is asked of one without a head.
+
+    PosSwapError where it has no head for it, or another.
+    """
     classes = {
         "causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         "masked": MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -39,10 +43,14 @@ def find_objective(model: PreTrainedModel, asked: str | None) -> str:
     fitting = [name for name, mapping in classes.items() if kind(model) in _names(mapping)]
     if model.config.is_encoder_decoder:  # BART and its kin stand in both tables
         fitting = []
+    without = kind(model) in _names(MODEL_MAPPING_NAMES) and model.main_input_name == "input_ids"
+    if asked == "sentences" and without and not model.config.is_encoder_decoder:
+        return asked
     if not fitting:
         raise PosSwapError(
-            f"model={kind(model)} has no language-model head to train; "
-            "save it from AutoModelForCausalLM or AutoModelForMaskedLM (AutoModelForImageClassification for pictures)"
+            f"model={kind(model)} has no language-model head to train; save it from AutoModelForCausalLM or "
+            "AutoModelForMaskedLM (AutoModelForImageClassification for pictures)"
+            + (", or train the vectors of its texts with objective='sentences'" if without else "")
         )
     if asked is None:
         return fitting[0]
@@ -74,17 +82,6 @@ def check_length(model: PreTrainedModel, arguments: FinetuneArguments) -> None:
         )
 
 
-def check_count(rows: int, global_batch_size: int, tokens: int, arguments: FinetuneArguments) -> None:
-    """Raise PosSwapError where the text does not fill one global batch."""
-    if rows < global_batch_size:
-        greatest = tokens // global_batch_size
-        raise PosSwapError(
-            f"block_size={arguments.block_size}: the text's {tokens} tokens fill {rows} rows, and one global batch "
-            f"takes {global_batch_size}; give more text"
-            + (f", or a block_size of at most {greatest}" if greatest >= SHORTEST_BLOCK else "")
-        )
-
-
 def check_parallelism(
     accelerator: Accelerator, model: PreTrainedModel, objective: str, arguments: FinetuneArguments
 ) -> None:
@@ -111,8 +108,8 @@ def check_parallelism(
         why = "this loop gives every process whole rows"
         if any(ATTRIBUTE in vars(module) for module in model.modules()):
             why = f"a part of a row does not know its place, which {name_of(record_of(model))} needs inside attention"
-        elif objective == "masked":
-            why = "its hooks make every attention causal, and a masked model looks both ways"
+        elif objective != "causal":
+            why = f"its hooks make every attention causal, and {kind(model)} looks both ways"
         elif arguments.packing != "concat":
             why = f"its hooks drop the mask that keeps documents apart, and packing={arguments.packing!r} needs it"
         raise PosSwapError(f"cp_size={parallelism.cp_size}: {why}; use cp_size=1")

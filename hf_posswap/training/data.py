@@ -5,27 +5,36 @@ Letters: S tokens in a row, s in a row of an early stage, G rows in a global bat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from torch import Tensor
+from transformers import AutoTokenizer
 
+from ..anatomy import kind
 from ..errors import PosSwapError, nearest
-from .arguments import FinetuneArguments
+from ..evaluation.subjects import trained_length
+from .arguments import SHORTEST_BLOCK, FinetuneArguments
+from .checks import check_length, check_tokenizer
+from .distil import Distillation, Teacher, make_teacher
+from .guard import check_start
+from .loss import IGNORED, chunk_loss
 from .packing import Blocks, WholeDocuments, spread_positions
 
 Rows = Blocks | WholeDocuments
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-IGNORED = -100  # the label that transformers' losses leave out
+OF_PICTURES = ("image_dir", "image_column", "label_column")  # arguments
+OF_SENTENCES = ("pooling", "contrast_rows", "contrast_temperature")
 ROW_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -57,15 +66,16 @@ def read_documents(arguments: FinetuneArguments) -> Dataset:
     return documents.select_columns(column)
 
 
-def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """`input_ids` of each document that is not blank: the tokenizer's special tokens, then EOS where it has one.
+def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase, special: bool = True) -> Dataset:
+    """`input_ids` of each document that is not blank: the tokenizer's special tokens, then EOS where it has one; or
+    with special=False, neither.
 
     Nothing is cut, whatever the tokenizer's `model_max_length`.
     """
     return documents.map(
         _tokens,
         input_columns=documents.column_names,
-        fn_kwargs={"tokenizer": tokenizer},
+        fn_kwargs={"tokenizer": tokenizer, "special": special},
         batched=True,
         remove_columns=documents.column_names,
         desc="tokenize",
@@ -82,20 +92,32 @@ def pack(tokenized: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: Fine
 
 
 def calibration(
-    arguments: FinetuneArguments, tokenizer: PreTrainedTokenizerBase, length: int, tokens: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: FinetuneArguments
 ) -> list[Tensor]:
-    """Training text for `patch_model(fit=...)`: rows of `length` tokens, drawn by the seed, in batches of 8 at most.
+    """Training text for `patch_model(fit=...)`: `fit_tokens` in rows of the trained length, in batches of 8 at most."""
+    length = trained_length(model)
+    rows = Blocks(tokenize(read_documents(arguments), tokenizer), length)
+    told = f"rows have {length} tokens, and the text fills {len(rows)} of them"
+    drawn = draw_rows(len(rows), length, arguments, told)
+    return list(torch.stack([torch.from_numpy(rows[i][0]) for i in drawn.tolist()]).split(8))
 
-    Raises PosSwapError where `tokens` fill no row, or the text has fewer.
+
+def draw_rows(count: int, length: int, arguments: FinetuneArguments, told: str) -> Tensor:
+    """Those of `count` rows that make `fit_tokens`, (N,), drawn by the seed. Raises PosSwapError where they make none,
+    or there are fewer, with what is `told` of them.
     """
-    rows, wanted = Blocks(tokenize(read_documents(arguments), tokenizer), length), tokens // length
-    if not 0 < wanted <= len(rows):
-        raise PosSwapError(
-            f"fit_tokens={tokens}: rows have {length} tokens, and the text fills {len(rows)} of them; give a number "
-            f"from {length} to {len(rows) * length}"
-        )
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(arguments.seed))
-    return list(torch.stack([torch.from_numpy(rows[i][0]) for i in order[:wanted].tolist()]).split(8))
+    tokens, most = arguments.fit_tokens, count * length
+    if not length <= tokens < most + length:
+        raise PosSwapError(f"fit_tokens={tokens}: {told}; give a number from {length} to {most}")
+    return torch.randperm(count, generator=torch.Generator().manual_seed(arguments.seed))[: tokens // length]
+
+
+def refuse_given(arguments: FinetuneArguments, names: Sequence[str], why: str) -> None:
+    """Raise PosSwapError for one of these that is not as it is where nothing is given."""
+    unset = {one.name: one.default for one in fields(FinetuneArguments)}
+    for name in names:
+        if (value := getattr(arguments, name)) != unset[name]:
+            raise PosSwapError(f"{name}={value!r} {why}; leave it out")
 
 
 @dataclass(frozen=True)
@@ -105,13 +127,106 @@ class Batches:
     Each epoch shuffles the rows anew and leaves out those that fill no global batch. Masks are drawn per epoch and
     row, so that they too are the same for any number of processes. In an early stage of a curriculum a row of S
     tokens is cut into S / s rows: every step takes the same tokens, however long its rows.
+
+    What the loop has to know of the kind of data is here; `reader` makes a row from a file of the model's folder, and
+    `patch_model` takes it as `reader_name`; `foreign` are the arguments of another kind.
     """
+
+    reader: ClassVar[type] = AutoTokenizer
+    reader_name: ClassVar[str] = "tokenizer"
+    reads: ClassVar[str] = "text, a token at a time"
+    unit: ClassVar[str] = "nats per token"
+    foreign: ClassVar[tuple[str, ...]] = (*OF_PICTURES, *OF_SENTENCES)
 
     blocks: Rows
     tokenizer: PreTrainedTokenizerBase
     arguments: FinetuneArguments
     objective: str
     global_batch_size: int
+
+    @classmethod
+    def check_flags(cls, model: PreTrainedModel, arguments: FinetuneArguments) -> None:
+        """Raise PosSwapError for an argument of another kind of data."""
+        refuse_given(arguments, cls.foreign, f"is not for {kind(model)}, which reads {cls.reads}")
+
+    @classmethod
+    def check(
+        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: FinetuneArguments, objective: str
+    ) -> FinetuneArguments:
+        """The arguments, with the length of a row. Raises PosSwapError for what does not fit model or tokenizer."""
+        cls.check_flags(model, arguments)
+        if arguments.block_size is None:
+            raise PosSwapError("block_size is missing: say how many tokens a training row has")
+        if objective == "masked" and arguments.packing != "concat":
+            raise PosSwapError(f"packing={arguments.packing!r} is for causal models; use packing='concat'")
+        check_tokenizer(tokenizer, model, objective)
+        check_length(model, arguments)
+        return arguments
+
+    @staticmethod
+    def read(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: FinetuneArguments) -> Rows:
+        """All rows. Raises PosSwapError for a source that is missing or empty."""
+        return pack(tokenize(read_documents(arguments), tokenizer), tokenizer, arguments)
+
+    @classmethod
+    def calibration(cls, model: PreTrainedModel, tokenizer: Any, arguments: FinetuneArguments) -> list[Tensor]:
+        """What `patch_model(fit=...)` reads of it."""
+        return calibration(model, tokenizer, arguments)
+
+    def check_count(self) -> None:
+        """Raise PosSwapError where the text does not fill one global batch."""
+        rows, tokens = len(self.blocks), self.blocks.tokens
+        if rows < self.global_batch_size:
+            greatest = tokens // self.global_batch_size
+            raise PosSwapError(
+                f"block_size={self.arguments.block_size}: the text's {tokens} tokens fill {rows} rows, and one global "
+                f"batch takes {self.global_batch_size}; give more text"
+                + (f", or a block_size of at most {greatest}" if greatest >= SHORTEST_BLOCK else "")
+            )
+
+    def check_start(self, model: PreTrainedModel) -> dict[str, float] | None:
+        """`guard.check_start` on the first of these rows."""
+        return check_start(model, self)
+
+    def lay_loss(
+        self, model: PreTrainedModel, teacher: PreTrainedModel | None, device: torch.device
+    ) -> tuple[Teacher | None, bool]:
+        """Have the model return its loss as it is trained: the teacher where it computes, and whether that is done
+        without all logits at once. device: that of training.
+        """
+        arguments, causal = self.arguments, self.objective == "causal"
+        if teacher is None:
+            return None, chunk_loss(model, causal=causal)
+        guide = make_teacher(
+            teacher,
+            model,
+            causal=causal,
+            longest=arguments.block_size,
+            layers=arguments.distil_hidden > 0,
+            device=self.teachers(device),
+        )
+        weights = (arguments.distil, arguments.distil_temperature, arguments.distil_hidden)
+        if not chunk_loss(model, causal=causal, distillation=Distillation(guide.head_on(device), *weights)):
+            raise PosSwapError(
+                f"distil={arguments.distil:g}: {kind(model)} makes more of its logits than its head does (a cap, a "
+                "scale, a loss of its own); use distil=0"
+            )
+        return guide, True
+
+    def teachers(self, device: torch.device) -> torch.device:
+        """Where the teacher of a model on `device` computes."""
+        return torch.device("cpu") if self.arguments.teacher_device == "cpu" else device
+
+    def summary(self, scheme: dict[str, Any] | None) -> str:
+        """What is trained on, in a line. scheme: the model's record of its swap."""
+        arguments, blocks = self.arguments, self.blocks
+        longest = blocks.block_size if arguments.packing == "concat" else blocks.longest_document()
+        meant = f" of the {scheme['length']} that the swap is meant for" if scheme else ""
+        spread = "" if arguments.pose_length is None else f", at positions up to {arguments.pose_length - 1}"
+        return (
+            f"{blocks.tokens:,} tokens of text in {len(blocks):,} rows; longest training row: {longest} tokens"
+            f"{meant}{spread}"
+        )
 
     def rows(self, step: int) -> tuple[int, np.ndarray]:
         """(epoch, row numbers (G,)) of the global batch of a step, counted from 0."""
@@ -145,6 +260,10 @@ class Batches:
         """Tokens of a batch that are predicted."""
         labels = batch["labels"] if self.objective == "masked" else batch["labels"][:, 1:]
         return int((labels != IGNORED).sum())
+
+    def tokens(self, batch: dict[str, Tensor]) -> int:
+        """Tokens of a batch that are read."""
+        return batch["input_ids"].numel()
 
     def _collate(self, epoch: int, rows: np.ndarray, length: int) -> dict[str, Tensor]:
         examples = [self._example(epoch, int(row), length) for row in rows]
@@ -201,12 +320,12 @@ def _files(arguments: FinetuneArguments) -> tuple[str, list[Path]]:
     return where, files
 
 
-def _tokens(texts: list[str | None], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:
+def _tokens(texts: list[str | None], tokenizer: PreTrainedTokenizerBase, special: bool) -> dict[str, list[list[int]]]:
     texts = [text for text in texts if text and not text.isspace()]
     if not texts:
         return {"input_ids": []}
-    documents = tokenizer(texts, truncation=False, verbose=False)["input_ids"]
+    documents = tokenizer(texts, truncation=False, verbose=False, add_special_tokens=special)["input_ids"]
     eos = tokenizer.eos_token_id
-    if eos is not None:
+    if special and eos is not None:
         documents = [ids if ids and ids[-1] == eos else [*ids, eos] for ids in documents]
     return {"input_ids": [ids for ids in documents if len(ids) > 1]}  # a single token predicts nothing

@@ -125,10 +125,7 @@ def make_teacher(
     Raises PosSwapError for one that carries the student's own swap, whose vocabulary or widths differ, that makes
     more of its logits than its head does, or that does not know rows of that length.
     """
-    name, own = f"teacher={kind(teacher)}", record_of(teacher)
-    mine = record_of(student)
-    if own is not None and mine is not None and (own.scheme, own.params) == (mine.scheme, mine.params):
-        raise PosSwapError(f"{name} carries the swap of the model that it is to teach; give the unpatched model")
+    name = check_teacher(teacher, student)
     heads = [model.get_output_embeddings() for model in (teacher, student)]
     if heads[0] is None or heads[0].weight.shape[0] != heads[1].weight.shape[0]:
         rows = "no head" if heads[0] is None else f"{heads[0].weight.shape[0]} tokens"
@@ -142,7 +139,7 @@ def make_teacher(
             f"distil_hidden: {name} has {shapes[0][0]} layers of width {shapes[0][1]}, and the model {shapes[1][0]} of "
             f"{shapes[1][1]}; use distil_hidden=0"
         )
-    length = trained_length(teacher) if own is None else own.length
+    length = known_length(teacher)
     if not causal and longest > length:
         raise PosSwapError(
             f"block_size={longest} is longer than the {length} tokens that {name} knows; a masked model is distilled "
@@ -152,3 +149,17 @@ def make_teacher(
     if not is_plain(teacher, causal):
         raise PosSwapError(f"{name} makes more of its logits than its head does (a cap, a scale); distil=0")
     return Teacher(teacher, length, causal, layers, torch.device(device))
+
+
+def check_teacher(teacher: PreTrainedModel, student: PreTrainedModel) -> str:
+    """What messages call the teacher. Raises PosSwapError for one that carries the student's own swap."""
+    name, own, mine = f"teacher={kind(teacher)}", record_of(teacher), record_of(student)
+    if own is not None and mine is not None and (own.scheme, own.params) == (mine.scheme, mine.params):
+        raise PosSwapError(f"{name} carries the swap of the model that it is to teach; give the unpatched model")
+    return name
+
+
+def known_length(teacher: PreTrainedModel) -> int:
+    """Tokens of the longest row that it was trained on, or that its own swap is meant for."""
+    record = record_of(teacher)
+    return trained_length(teacher) if record is None else record.length

@@ -12,11 +12,12 @@ from ..errors import PosSwapError
 from ..evaluation.subjects import trained_length
 from ..patching import record_of, unpatched
 from ..scheme import name_of
-from .data import Batches
 from .loss import chunked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from .data import Batches
 
 TRAINED = 0.9  # of ln(vocabulary): a model whose loss is below that has learned something
 

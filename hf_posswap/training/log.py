@@ -53,7 +53,8 @@ def without_paths(arguments: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class TrainingLog:
-    """arguments: of the run. scheme: the model's record of its swap. objective: `causal`, `masked` or `images`.
+    """arguments: of the run. scheme: the model's record of its swap. objective: as in `FinetuneArguments`. unit: of its
+    losses.
 
     chunked_loss: whether the loss was made without all logits at once. corpus_tokens, rows, block_size and
     longest_document: of the text, in tokens, of pictures in patches; longest_document is the most that attention spans
@@ -63,9 +64,9 @@ class TrainingLog:
     wall_seconds: loading of data, checkpoints and earlier parts of a resumed run included. peak_memory_gib: the most
     that the main process held, on its accelerator where it has one.
 
-    entries: one dict per logged step: step, loss (nats per target token of that step's global batch), task_loss (the
-    cross-entropy in it, where a teacher has a share), learning_rate, grad_norm (before clipping), tokens_per_second
-    (input tokens, since the entry before).
+    entries: one dict per logged step: step, loss (the mean over the targets of that step's global batch), task_loss
+    (what is in it of the task itself, where a teacher has a share too), learning_rate, grad_norm (before clipping),
+    tokens_per_second (input tokens, since the entry before).
     """
 
     arguments: dict[str, Any]
@@ -80,6 +81,7 @@ class TrainingLog:
     block_size: int
     longest_document: int
     global_batch_size: int
+    unit: str = "nats per token"
     command: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     hardware: dict[str, Any] = field(default_factory=dict)

@@ -23,12 +23,11 @@ from accelerate.utils import DistributedType, GradientAccumulationPlugin, Logger
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoImageProcessor, AutoTokenizer, SchedulerType, get_scheduler
+from transformers import SchedulerType, get_scheduler
 
 from ..anatomy import kind
 from ..checkpoint import from_pretrained
 from ..errors import PosSwapError, nearest
-from ..evaluation.subjects import trained_length
 from ..patching import carries, patch_model, record_of
 from ..pictures import Picture
 from ..record import KEY
@@ -44,28 +43,24 @@ from .checkpoints import (
     save_checkpoint,
     save_model,
 )
-from .checks import (
-    check_count,
-    check_documents_apart,
-    check_length,
-    check_parallelism,
-    check_positions_spread,
-    check_tokenizer,
-    find_objective,
-)
-from .data import Batches, calibration, pack, read_documents, tokenize
-from .distil import Distillation, Teacher, make_teacher
-from .guard import check_start
+from .checks import check_documents_apart, check_parallelism, check_positions_spread, find_objective
+from .data import Batches
+from .distil import Teacher
 from .log import FILE as LOG
 from .log import TrainingLog, without_paths
-from .loss import chunk_loss
-from .pictures import PictureBatches, calibration_pictures, for_pictures, read_pictures
+from .pictures import PictureBatches
+from .sentences import SentenceBatches, SentenceTeacher
 from .trained import Trained, trained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-IMAGES = "images"  # the objective
+BATCHES: dict[str, type[Batches]] = {
+    "causal": Batches,
+    "masked": Batches,
+    "images": PictureBatches,
+    "sentences": SentenceBatches,
+}
 
 
 def load(
@@ -84,10 +79,11 @@ def load(
         raise PosSwapError("model=None: give the folder of the model to train")
     try:
         model = from_pretrained(folder, dtype=arguments.dtype)
-        images = model.main_input_name == "pixel_values"
-        tokenizer = (AutoImageProcessor if images else AutoTokenizer).from_pretrained(folder)
+        batches = BATCHES[find_objective(model, arguments.objective)]
+        tokenizer = batches.reader.from_pretrained(folder)
     except (OSError, ImportError) as error:  # older transformers make every image processor by torchvision
         raise PosSwapError(f"model={str(folder)!r} cannot be loaded: {str(error).strip()}") from error
+    batches.check_flags(model, arguments)
     if scheme is None:
         for name in ("layers", "fit_tokens"):
             if getattr(arguments, name):
@@ -96,13 +92,8 @@ def load(
             raise PosSwapError(f"{name}={value} was given without --scheme; learned2d keeps what there is")
         return model, tokenizer
     if checkpoint is None:
-        wanted = arguments.fit_tokens
-        fit = None
-        if wanted and images:
-            fit = calibration_pictures(model, tokenizer, arguments, wanted)
-        elif wanted:
-            fit = calibration(arguments, tokenizer, trained_length(model), wanted)
-        reader = {"processor" if images else "tokenizer": tokenizer}
+        fit = batches.calibration(model, tokenizer, arguments) if arguments.fit_tokens else None
+        reader = {batches.reader_name: tokenizer}
         return patch_model(model, scheme, **reader, layers=arguments.layers, fit=fit, **(picture or {})), tokenizer
     read = dict(picture or {})
     ndim, read = read.pop("ndim", None), Picture.asked(**read)
@@ -155,10 +146,7 @@ def finetune(
                 "load the checkpoint's own model, or give another output_dir"
             )
     objective = find_objective(model, arguments.objective)
-    if objective == IMAGES:
-        arguments = for_pictures(model, arguments)
-    else:
-        _check_text(model, tokenizer, arguments, objective)
+    arguments = BATCHES[objective].check(model, tokenizer, arguments, objective)
     if bool(arguments.distil) != (teacher is not None):
         raise PosSwapError(f"distil={arguments.distil:g} and a teacher go together; one of them was given")
     if arguments.gradient_checkpointing and not model.supports_gradient_checkpointing:
@@ -173,7 +161,7 @@ def finetune(
         if arguments.packing != "concat":
             for one in filter(None, (model, teacher)):
                 check_documents_apart(one)
-        start = check_start(model, batches) if checkpoint is None and objective != IMAGES else None
+        start = batches.check_start(model) if checkpoint is None else None
         with trained(model, arguments) as chosen:
             run = _prepare(accelerator, chosen, tokenizer, batches, arguments, teacher, started)
             run.log.start = start
@@ -183,19 +171,6 @@ def finetune(
             run.train()
             run.finish()
         return run.log
-
-
-def _check_text(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: FinetuneArguments, objective: str
-) -> None:
-    if arguments.image_dir is not None:
-        raise PosSwapError(f"image_dir={arguments.image_dir!r} is for image models, and {kind(model)} reads text")
-    if arguments.block_size is None:
-        raise PosSwapError("block_size is missing: say how many tokens a training row has")
-    if objective == "masked" and arguments.packing != "concat":
-        raise PosSwapError(f"packing={arguments.packing!r} is for causal models; use packing='concat'")
-    check_tokenizer(tokenizer, model, objective)
-    check_length(model, arguments)
 
 
 def _batches(
@@ -209,15 +184,10 @@ def _batches(
     forwards = accelerator.num_processes * arguments.gradient_accumulation_steps
     global_batch_size = arguments.per_device_train_batch_size * forwards
     with accelerator.local_main_process_first():  # the others find the tokens in datasets' cache
-        if objective == IMAGES:
-            rows, kind_of = read_pictures(model, tokenizer, arguments), PictureBatches
-        else:
-            rows, kind_of = pack(tokenize(read_documents(arguments), tokenizer), tokenizer, arguments), Batches
-    if objective == IMAGES and len(rows) < global_batch_size:
-        raise PosSwapError(f"{len(rows)} pictures do not fill one global batch, which takes {global_batch_size}")
-    if objective != IMAGES:
-        check_count(len(rows), global_batch_size, rows.tokens, arguments)
-    return kind_of(rows, tokenizer, arguments, objective, global_batch_size)
+        rows = BATCHES[objective].read(model, tokenizer, arguments)
+    batches = BATCHES[objective](rows, tokenizer, arguments, objective, global_batch_size)
+    batches.check_count()
+    return batches
 
 
 def _prepare(
@@ -230,29 +200,23 @@ def _prepare(
     started: float,
 ) -> _Run:
     """Losses, optimizer and schedule of a run, spread over its processes."""
-    model, objective, blocks = chosen.model, batches.objective, batches.blocks
-    guide = distillation = None
-    if teacher is not None:
-        guide, distillation = _guided(model, teacher, arguments, objective, accelerator.device)
+    model, blocks = chosen.model, batches.blocks
+    guide, chunked = batches.lay_loss(model, teacher, accelerator.device)
     log = TrainingLog(
         arguments=without_paths(asdict(arguments)),
         scheme=getattr(model.config, KEY, None),
         model_class=kind(model),
         parameters=model.num_parameters(),
         trained_parameters=model.num_parameters(only_trainable=True),
-        objective=objective,
-        chunked_loss=objective != IMAGES and chunk_loss(model, causal=objective == "causal", distillation=distillation),
+        objective=batches.objective,
+        unit=batches.unit,
+        chunked_loss=chunked,
         corpus_tokens=blocks.tokens,
         rows=len(blocks),
         block_size=arguments.block_size,
         longest_document=blocks.longest_document(),
         global_batch_size=batches.global_batch_size,
     )
-    if distillation is not None and not log.chunked_loss:
-        raise PosSwapError(
-            f"distil={arguments.distil:g}: {kind(model)} makes more of its logits than its head does (a cap, a scale, "
-            "a loss of its own); use distil=0"
-        )
     log.describe_machine(accelerator)
     optimizer = _optimizer(chosen, arguments)
     scheduler = _scheduler(optimizer, arguments)
@@ -292,7 +256,7 @@ class _Run:
     batches: Batches
     arguments: FinetuneArguments
     log: TrainingLog
-    teacher: Teacher | None
+    teacher: Teacher | SentenceTeacher | None
     started: float
 
     @property
@@ -314,27 +278,20 @@ class _Run:
 
     def announce(self) -> None:
         """Say what is about to be trained, on the main process."""
-        log, arguments, processes = self.log, self.arguments, self.accelerator.num_processes
-        longest = log.block_size if arguments.packing == "concat" else log.longest_document
-        meant = f" of the {log.scheme['length']} that the swap is meant for" if log.scheme else ""
-        accelerator, spread = self.accelerator, ""
-        if arguments.pose_length is not None:
-            spread = f", at positions up to {arguments.pose_length - 1}"
+        log, arguments, accelerator = self.log, self.arguments, self.accelerator
+        processes = accelerator.num_processes
         lines = [
             f"{log.objective} training of {log.model_class}, {log.trained_parameters:,} of {log.parameters:,} "
             f"parameters, on {processes} process(es) ({accelerator.device.type}), mixed precision: "
             f"{accelerator.mixed_precision}",
-            f"{log.rows:,} pictures of {longest} patches"
-            if log.objective == IMAGES
-            else f"{log.corpus_tokens:,} tokens of text in {log.rows:,} rows; longest training row: {longest} tokens"
-            f"{meant}{spread}",
+            self.batches.summary(log.scheme),
             f"global batch: {log.global_batch_size} rows = {arguments.per_device_train_batch_size} per forward x "
             f"{processes} process(es) x {arguments.gradient_accumulation_steps} accumulation step(s)",
         ]
         if log.start is not None:
             lines.append(
-                "first rows at {tokens} tokens, in nats per token: {unpatched:.4f} before the swap, {swapped:.4f} with "
-                "it".format(**log.start)
+                "first rows at {tokens} tokens, in {unit}: {unpatched:.4f} before the swap, {swapped:.4f} with "
+                "it".format(**log.start, unit=log.unit)
             )
         if log.steps:
             lines.append(f"resumed after step {log.steps}; the model is the checkpoint's")
@@ -343,7 +300,6 @@ class _Run:
     def train(self) -> None:
         """The steps that are left."""
         accelerator, arguments, log = self.accelerator, self.arguments, self.log
-        tokens_per_step = log.global_batch_size * log.block_size
         if self.chosen.lora is not None and not log.steps and arguments.save_steps:
             save_base(accelerator, self.model, self.tokenizer, self.chosen, self.output_dir)
         seconds = tokens = 0
@@ -352,9 +308,9 @@ class _Run:
         ) as bar:
             while log.steps < arguments.max_steps:
                 tick = time.perf_counter()
-                entry = {"step": log.steps + 1} | self.step()
-                seconds, tokens = seconds + time.perf_counter() - tick, tokens + tokens_per_step
-                log.steps, log.tokens = log.steps + 1, log.tokens + tokens_per_step
+                read, entry = self.step()
+                seconds, tokens = seconds + time.perf_counter() - tick, tokens + read
+                log.steps, log.tokens = log.steps + 1, log.tokens + read
                 bar.set_postfix(loss=f"{entry['loss']:.4f}", tokens_per_second=f"{tokens / seconds:.0f}", refresh=False)
                 bar.update()
                 if log.steps % arguments.logging_steps == 0 or log.steps == arguments.max_steps:
@@ -366,12 +322,13 @@ class _Run:
                     log.wall_seconds = time.perf_counter() - self.started
                     save_checkpoint(accelerator, self.model, self.tokenizer, self.chosen, log, self.output_dir)
 
-    def step(self) -> dict[str, float]:
-        """One optimizer step: its loss, learning rate and norm of the gradient."""
+    def step(self) -> tuple[int, dict[str, float]]:
+        """One optimizer step: the tokens that it read, and its number, loss, learning rate and norm of the gradient."""
         accelerator, arguments = self.accelerator, self.arguments
         batches = self.batches.of_process(self.log.steps, accelerator.process_index, accelerator.num_processes)
         counts = [self.batches.targets(batch) for batch in batches]
-        targets = accelerator.reduce(torch.tensor(sum(counts), device=accelerator.device)).item()
+        sums = torch.tensor([sum(counts), sum(map(self.batches.tokens, batches))], device=accelerator.device)
+        targets, tokens = accelerator.reduce(sums).tolist()
         # accelerate divides by A in `backward`, and the gradients of W processes are averaged
         undo_means = accelerator.num_processes * arguments.gradient_accumulation_steps
         options = {"use_cache": False} if self.log.objective == "causal" else {}
@@ -397,8 +354,9 @@ class _Run:
         self.optimizer.zero_grad()
         if not accelerator.optimizer_step_was_skipped:
             self.scheduler.step()
-        tasks = {} if self.teacher is None else {"task_loss": task}
-        return {"loss": loss, **tasks, "learning_rate": learning_rate, "grad_norm": float(norm)}
+        tasks = {"task_loss": task} if self.teacher is not None and "task" in output else {}
+        rest = {"learning_rate": learning_rate, "grad_norm": float(norm)}
+        return tokens, {"step": self.log.steps + 1, "loss": loss, **tasks, **rest}
 
     def finish(self) -> None:
         """Write model, adapters merged into it, tokenizer and log."""
@@ -417,7 +375,7 @@ class _Run:
         step, limit = self.log.steps + 1, self.arguments.max_start_loss
         if step == 1 and limit is not None and task > limit:
             raise PosSwapError(
-                f"max_start_loss={limit:g}: the first loss is {task:.4f} nats per token, before any update; the swap "
+                f"max_start_loss={limit:g}: the first loss is {task:.4f} {self.log.unit}, before any update; the swap "
                 "or the text is not what that limit was measured with"
             )
 
@@ -496,26 +454,6 @@ def _in_training(model: PreTrainedModel, arguments: FinetuneArguments) -> Iterat
         if forward is not None:
             model.forward = forward
         model.train(training)
-
-
-def _guided(
-    model: PreTrainedModel,
-    teacher: PreTrainedModel,
-    arguments: FinetuneArguments,
-    objective: str,
-    device: torch.device,
-) -> tuple[Teacher, Distillation]:
-    """The teacher where it computes, and what its head has to say on the device of training."""
-    guide = make_teacher(
-        teacher,
-        model,
-        causal=objective == "causal",
-        longest=arguments.block_size,
-        layers=arguments.distil_hidden > 0,
-        device=torch.device("cpu") if arguments.teacher_device == "cpu" else device,
-    )
-    head = guide.head_on(device)
-    return guide, Distillation(head, arguments.distil, arguments.distil_temperature, arguments.distil_hidden)
 
 
 def _optimizer(chosen: Trained, arguments: FinetuneArguments) -> torch.optim.Optimizer:

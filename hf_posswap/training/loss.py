@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
-from .data import IGNORED
 from .distil import Distillation, Taught
 from .head import LogitsOf, instead_of_logits, is_plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+IGNORED = -100  # the label that transformers' losses leave out
 LOGITS_AT_ONCE = 2**26  # 256 MiB in float32
 
 

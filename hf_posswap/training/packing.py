@@ -71,7 +71,7 @@ class WholeDocuments:
     def __init__(self, tokenized: Dataset, block_size: int, pad: int) -> None:
         self.stream, self.block_size, self.pad = Stream(tokenized), block_size, pad
         self.tokens = self.stream.tokens
-        self._rows = _best_fit(_pieces(self.stream, block_size), block_size)
+        self._rows = _best_fit(pieces(self.stream, block_size), block_size)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -92,7 +92,7 @@ class WholeDocuments:
         return max(length for row in self._rows for _, length in row)
 
 
-def _pieces(stream: Stream, size: int) -> list[tuple[int, int]]:
+def pieces(stream: Stream, size: int) -> list[tuple[int, int]]:
     """(first place, tokens) of every document, those of more than `size` tokens cut; a token alone is left out."""
     return [
         (int(begin) + cut, min(size, int(length) - cut))

@@ -7,42 +7,38 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from datasets import ClassLabel, Dataset, Image, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from torch import Tensor
+from transformers import AutoImageProcessor
 
 from ..anatomy import examine, kind, text_config
 from ..errors import PosSwapError, nearest
-from ..planning.images import trained_grid
+from ..evaluation.images import with_channels
 from ..planning.limits import check_processor
 from .arguments import FinetuneArguments
-from .data import Batches
+from .data import OF_SENTENCES, Batches, draw_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MODES = {1: "L", 3: "RGB"}  # channels -> how PIL calls them
-OF_TEXT = {
-    "packing": "concat",
-    "curriculum": None,
-    "pose_length": None,
-    "distil": 0.0,
-    "train_file": None,
-    "train_dir": None,
-    "block_size": None,
-}
-
-
-def for_pictures(model: PreTrainedModel, arguments: FinetuneArguments) -> FinetuneArguments:
-    """The arguments with the patches of a picture as its row. Raises PosSwapError for those that are for text."""
-    for name, unset in OF_TEXT.items():
-        if getattr(arguments, name) != unset:
-            raise PosSwapError(f"{name}={getattr(arguments, name)!r} is for text, and {kind(model)} reads pictures")
-    return replace(arguments, block_size=math.prod(trained_grid(examine(model))))
+OF_TEXT = (
+    "block_size",
+    "curriculum",
+    "distil",
+    "file_pattern",
+    "mlm_probability",
+    "packing",
+    "pose_chunks",
+    "pose_length",
+    "text_column",
+    "train_dir",
+    "train_file",
+)
 
 
 @dataclass(frozen=True)
@@ -69,12 +65,11 @@ class Album:
         return self.block_size
 
 
-def read_pictures(model: PreTrainedModel, processor: Any, arguments: FinetuneArguments) -> Album:
+def read_pictures(model: PreTrainedModel, arguments: FinetuneArguments) -> Album:
     """The pictures. The model's classes take the names that the data gives them.
 
-    Raises PosSwapError for a source that is none, a processor of another model, or another number of classes.
+    Raises PosSwapError for a source that is none, or another number of classes.
     """
-    check_processor(processor, model, text_config(model), {})
     if arguments.image_dir is not None:
         where, columns = f"image_dir={arguments.image_dir!r}", ("image", "label")
         load = {"path": "imagefolder", "data_dir": arguments.image_dir, "split": "train"}
@@ -112,35 +107,69 @@ def _name_classes(model: PreTrainedModel, names: list[str], where: str) -> None:
 
 @dataclass(frozen=True)
 class PictureBatches(Batches):
-    """Batches of `pixel_values` (B, C, height, width), as the processor makes them, and `labels` (B,)."""
+    """Batches of `pixel_values` (B, C, height, width), as the processor makes them, and `labels` (B,).
+
+    `tokenizer` is the processor; `blocks` is an Album.
+    """
+
+    reader: ClassVar[type] = AutoImageProcessor
+    reader_name: ClassVar[str] = "processor"
+    reads: ClassVar[str] = "pictures"
+    unit: ClassVar[str] = "nats per picture"
+    foreign: ClassVar[tuple[str, ...]] = (*OF_TEXT, *OF_SENTENCES)
+
+    @classmethod
+    def check(
+        cls, model: PreTrainedModel, tokenizer: Any, arguments: FinetuneArguments, objective: str
+    ) -> FinetuneArguments:
+        """The arguments with the patches of a picture as its row. Raises PosSwapError for those that are for text, a
+        processor of another model, and a model whose patches cannot be counted.
+        """
+        cls.check_flags(model, arguments)
+        check_processor(tokenizer, model, text_config(model), {})
+        anatomy = examine(model)
+        if anatomy.table is None:
+            raise PosSwapError(f"model={kind(model)} has no table of patches, so their number is not known here")
+        return replace(arguments, block_size=math.prod(anatomy.table.grid))
+
+    @staticmethod
+    def read(model: PreTrainedModel, tokenizer: Any, arguments: FinetuneArguments) -> Album:
+        return read_pictures(model, arguments)
+
+    @classmethod
+    def calibration(cls, model: PreTrainedModel, tokenizer: Any, arguments: FinetuneArguments) -> list[Tensor]:
+        arguments = cls.check(model, tokenizer, arguments, "images")
+        album, each = read_pictures(model, arguments), arguments.block_size
+        told = f"a picture has {each} patches, and there are {len(album)} of them"
+        batches = cls(album, tokenizer, arguments, "images", 1)
+        drawn = draw_rows(len(album), each, arguments, told).split(8)
+        return [batches._collate(0, rows.numpy(), each)["pixel_values"] for rows in drawn]
+
+    def check_count(self) -> None:
+        """Raise PosSwapError where the pictures do not fill one global batch."""
+        if len(self.blocks) < self.global_batch_size:
+            raise PosSwapError(
+                f"{len(self.blocks)} pictures do not fill one global batch, which takes {self.global_batch_size}"
+            )
+
+    def check_start(self, model: PreTrainedModel) -> None:
+        """None: the model before its swap may not read pictures of this size."""
+
+    def lay_loss(self, model: PreTrainedModel, teacher: None, device: torch.device) -> tuple[None, bool]:
+        """The model's own loss: one class for each picture is few logits."""
+        return None, False
+
+    def summary(self, scheme: dict[str, Any] | None) -> str:
+        return f"{len(self.blocks):,} pictures of {self.blocks.block_size} patches"
 
     def targets(self, batch: dict[str, Tensor]) -> int:
         return len(batch["labels"])
 
+    def tokens(self, batch: dict[str, Tensor]) -> int:
+        return len(batch["labels"]) * self.blocks.block_size
+
     def _collate(self, epoch: int, rows: np.ndarray, length: int) -> dict[str, Tensor]:
-        mode = MODES.get(len(self.tokenizer.image_mean))
         examples = [self.blocks[int(row)] for row in rows]
-        images = [image.convert(mode) if mode else image for image, _ in examples]
+        images = [with_channels(image, self.tokenizer) for image, _ in examples]
         pixels = self.tokenizer(images=images, return_tensors="pt")["pixel_values"]
         return {"pixel_values": pixels, "labels": torch.tensor([label for _, label in examples])}
-
-
-def calibration_pictures(
-    model: PreTrainedModel, processor: Any, arguments: FinetuneArguments, patches: int
-) -> list[Tensor]:
-    """Pictures for `patch_model(fit=...)`, (B, C, height, width) with B of 8 at most, drawn by the seed: `patches` of
-    them.
-
-    Raises PosSwapError where these fill no picture, or there are fewer.
-    """
-    arguments = for_pictures(model, arguments)
-    album, each = read_pictures(model, processor, arguments), arguments.block_size
-    wanted = patches // each
-    if not 0 < wanted <= len(album):
-        raise PosSwapError(
-            f"fit_tokens={patches}: a picture has {each} patches, and there are {len(album)} of them; give a number "
-            f"from {each} to {len(album) * each}"
-        )
-    batches = PictureBatches(album, processor, arguments, "", 1)
-    order = torch.randperm(len(album), generator=torch.Generator().manual_seed(arguments.seed))[:wanted]
-    return [batches._collate(0, rows.numpy(), each)["pixel_values"] for rows in order.split(8)]
