@@ -78,10 +78,10 @@ def patch_model(
         ndim: 1 lets a scheme of one dimension number the patches of an image model row by row; None (or 2) asks for a
             scheme of two there.
         fit: calibration text, an iterable of batches: (batch, sequence) token ids, dicts of a model's inputs, or with
-            tokenizer= strings (cut into rows of the trained length); of an image model, `pixel_values` (batch, channels,
-            height, width) of the size that it was trained on. The model is run on it before anything is changed, and
-            the scheme's learned parameters are chosen so that they do what the old positions did; `describe` says how
-            well.
+            tokenizer= strings (cut into rows of the trained length); of an image model, `pixel_values` (batch,
+            channels, height, width) of the size that it was trained on. The model is run on it before anything is
+            changed, and the scheme's learned parameters are chosen so that they do what the old positions did;
+            `describe` says how well.
         image_size, patch_size: what an image model reads from now on, in pixels: one number or (height, width).
             Kernels of patches are resized by FlexiViT's pseudo-inverse. A tubelet has (frames, height, width).
         num_frames: of a video.
