@@ -29,11 +29,11 @@ def refuse_picture(new: Plan) -> None:
     """Raise PosSwapError where a picture is asked for of a model that reads none."""
     if new.picture is not None and not any(table.grid for table in new.anatomy.tables):
         name, value = next(iter(new.picture.given().items()))
-        of_images = new.anatomy.model.main_input_name == "pixel_values"
-        reason = "reads images of every size, and has no table of them" if of_images else "is none"
-        raise PosSwapError(
-            f"{new.scheme}: {name}={value!r} is for image models, and {kind(new.anatomy.model)} {reason}"
-        )
+        model, given = kind(new.anatomy.model), f"{new.scheme}: {name}={value!r}"
+        if new.anatomy.model.main_input_name != "pixel_values":
+            raise PosSwapError(f"{given} is for image models, and {model} is none")
+        takes = "it takes images of every size as they come; " if name == "image_size" else ""
+        raise PosSwapError(f"{given}: {model} has no table of patches to resize; {takes}leave {name} out")
 
 
 def resize_picture(new: Plan, table: TableSite) -> None:
