@@ -19,7 +19,7 @@ from .planning import plan
 from .planning.images import chosen_ndim
 from .planning.layers import chosen_layers
 from .planning.limits import limit_edits
-from .planning.picture import form_edits
+from .planning.picture import form_edits, frames
 from .planning.plan import Plan
 from .planning.rotary import keep_dtype, pairing_edits, rotary_edits, rotary_geometry, scaled_layer_types
 from .record import KEY, PORTABLE, Record, config_values, owner_of
@@ -231,7 +231,7 @@ def adopt(model: nn.Module, record: Record) -> Patch:
     if ROTARY in replaced:
         for module in anatomy.rotary.modules.values():
             keep_dtype(module).swap()
-    for table in anatomy.tables if record.picture is not None else ():
+    for table in frames(anatomy) if record.picture is not None else ():
         for edit in form_edits(anatomy, table, record.picture.get("patch_form")):
             edit.swap()
     save_edit(model, None).swap()
@@ -252,7 +252,7 @@ def _replaced_sites(anatomy: Anatomy, record: Record) -> frozenset[str]:
     neither have sinusoids that are computed.
     """
     scheme, native = scheme_of(record), anatomy.sites
-    replaced = frozenset() if record.picture is None else frozenset({EMBED})
+    replaced = frozenset() if record.picture is None else frozenset({EMBED, BIAS})
     if record.layers is None:
         replaced |= scheme.silences(native, record.biases.get(RELATIVE))
         replaced |= frozenset() if scheme.stacks else (scheme.sites & native) - scheme.sites_in_attention(native)
