@@ -738,7 +738,7 @@ def test_log_says_nothing_of_where_the_files_were(arguments, tokenizer):
         ({"dataset_name": "x"}, "give exactly one of"),
         (
             {"train_dir": None, "image_dir": "x"},
-            "image_dir='x' is not for LlamaForCausalLM, which reads text; leave it out",
+            "image_dir='x' is not for LlamaForCausalLM, which reads text, a token at a time; leave it out",
         ),
         ({"label_column": "class"}, "label_column='class' is not for LlamaForCausalLM"),
         ({"file_pattern": "*.txt"}, r"train_dir=.* no file that matches file_pattern='\*.txt'; it holds \*.py"),
