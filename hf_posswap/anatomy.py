@@ -354,6 +354,11 @@ class Anatomy:
             raise PosSwapError(f"no list of {count} layers was found in {kind(self.model)}")
         return found[0]
 
+    def is_in(self, path: str, layers: Sequence[int] | None) -> bool:
+        """Whether a module or parameter is of one of these layers; None: of all."""
+        stack = "" if layers is None else self.layers()[0]
+        return layers is None or any(path.startswith(f"{stack}.{index}.") for index in layers)
+
     def first_layer(self) -> tuple[str, nn.Module, nn.Module]:
         """(path, module) of the first layer, and the stack that calls it.
 

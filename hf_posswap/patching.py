@@ -19,7 +19,7 @@ from .planning import plan
 from .planning.images import chosen_ndim
 from .planning.layers import chosen_layers
 from .planning.limits import limit_edits
-from .planning.picture import form_edits
+from .planning.picture import form_edits, frames
 from .planning.plan import Plan
 from .planning.rotary import keep_dtype, pairing_edits, rotary_edits, rotary_geometry, scaled_layer_types
 from .record import KEY, PORTABLE, Record, config_values, owner_of
@@ -78,7 +78,8 @@ def patch_model(
         ndim: 1 lets a scheme of one dimension number the patches of an image model row by row; None (or 2) asks for a
             scheme of two there.
         fit: calibration text, an iterable of batches: (batch, sequence) token ids, dicts of a model's inputs, or with
-            tokenizer= strings (cut into rows of the trained length). The model is run on it before anything is
+            tokenizer= strings (cut into rows of the trained length); of an image model, `pixel_values` (batch,
+            channels, height, width) of the size that it was trained on. The model is run on it before anything is
             changed, and the scheme's learned parameters are chosen so that they do what the old positions did;
             `describe` says how well.
         image_size, patch_size: what an image model reads from now on, in pixels: one number or (height, width).
@@ -230,7 +231,7 @@ def adopt(model: nn.Module, record: Record) -> Patch:
     if ROTARY in replaced:
         for module in anatomy.rotary.modules.values():
             keep_dtype(module).swap()
-    for table in anatomy.tables if record.picture is not None else ():
+    for table in frames(anatomy) if record.picture is not None else ():
         for edit in form_edits(anatomy, table, record.picture.get("patch_form")):
             edit.swap()
     save_edit(model, None).swap()
@@ -251,7 +252,7 @@ def _replaced_sites(anatomy: Anatomy, record: Record) -> frozenset[str]:
     neither have sinusoids that are computed.
     """
     scheme, native = scheme_of(record), anatomy.sites
-    replaced = frozenset() if record.picture is None else frozenset({EMBED})
+    replaced = frozenset() if record.picture is None else frozenset({EMBED, BIAS})
     if record.layers is None:
         replaced |= scheme.silences(native, record.biases.get(RELATIVE))
         replaced |= frozenset() if scheme.stacks else (scheme.sites & native) - scheme.sites_in_attention(native)
@@ -263,7 +264,8 @@ def _replaced_sites(anatomy: Anatomy, record: Record) -> frozenset[str]:
 def silent_biases(anatomy: Anatomy, record: Record) -> list[BiasTable]:
     """The tables of biases, in tokens and on the page, that a recorded swap silenced."""
     silenced = scheme_of(record).silences(anatomy.sites, record.biases.get(RELATIVE))
-    found = list(anatomy.bias.tables.values()) if BIAS in silenced and anatomy.bias is not None else []
+    tables = anatomy.bias.tables.items() if BIAS in silenced and anatomy.bias is not None else ()
+    found = [table for path, table in tables if anatomy.is_in(path, record.layers)]
     spatial = anatomy.page.spatial if record.biases.get(SPATIAL) == SILENCE else {}
     return found + list(spatial.values())
 

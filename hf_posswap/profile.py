@@ -1,6 +1,7 @@
 """What positions add to attention logits, by distance. Pure: no model, no transformers.
 
-A distance is key - query. See `sites.py` for the letters; here P are distances, G guesses of a parameter.
+A distance is key - query; between the tokens of an image it is one of a list, see `Pairs`. See `sites.py` for the
+letters; here P are distances, G guesses of a parameter.
 """
 
 from __future__ import annotations
@@ -11,7 +12,56 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .grid import Grid
+from .relative import spread, spread_grid
+
 TINY = torch.finfo(torch.float64).tiny
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Which pairs of the S tokens of an image count together; tokens in a row have no need of it.
+
+    kind: (S, S) integers, which of the P distances a pair has, -1 where it has none. distance: (P,) integers, what a
+    scheme calls them. longest: of them, in patches.
+    """
+
+    grid: Grid
+    kind: Tensor
+    distance: Tensor
+    longest: int
+
+    @classmethod
+    def between(cls, grid: Grid) -> Pairs:
+        """By rows and columns from query to key: as in `BiasChange.between` row by row, then its three `beside`."""
+        height, width = 2 * grid.rows - 1, 2 * grid.columns - 1
+        table, beside = torch.arange(height * width), height * width + torch.arange(3)
+        kind = grid.squared(spread_grid(table.reshape(1, height, width), grid.rows, grid.columns))
+        whole = torch.cat([table, beside])
+        return cls(grid, (kind + grid.beside(beside[None]))[0], whole, max(grid.rows, grid.columns) - 1)
+
+    @classmethod
+    def in_row(cls, grid: Grid) -> Pairs:
+        """By the difference of their numbers, patches numbered row by row; the tokens around them have none."""
+        distance = torch.arange(1 - grid.patches, grid.patches)
+        kind = spread(torch.arange(1, len(distance) + 1)[None], grid.patches, grid.patches)
+        return cls(grid, grid.squared(kind)[0] - 1, distance, grid.patches - 1)
+
+    @property
+    def placed(self) -> Tensor:
+        """(S,), which tokens are patches."""
+        return F.pad(torch.ones(self.grid.patches), (self.grid.before, self.grid.after)).bool()
+
+    def level(self, added: Tensor) -> Tensor:
+        """(..., Q, S) -> the same, less what each query's keys without a place have: a bias of distances is 0 there."""
+        if not (self.kind < 0).any():
+            return added
+        return added - added[..., ~self.placed].mean(-1, keepdim=True)
+
+    def plain(self, vectors: Tensor) -> Tensor:
+        """(..., S, D) -> the same without place: all patches have the mean of theirs."""
+        mean = vectors[..., self.placed, :].mean(-2, keepdim=True)
+        return torch.where(self.placed[:, None], mean, vectors)
 
 
 @dataclass(frozen=True)
@@ -65,13 +115,15 @@ class Profile:
 
 @dataclass
 class Tally:
-    """Sums over the pairs of one attention module, float64 on the CPU: as large as the longest sequence so far.
+    """Sums over the pairs of one attention module, float64 on the CPU: as large as the longest sequence so far, or as
+    the distances of `pairs`.
 
-    mass, sums, heed: (H, 2 * length - 1) by distance from 1 - length on, as in `Profile`, sums = mass * mean.
-    squares: (H,), like the sums, of what positions add squared.
+    mass, sums, heed: (H, P) by distance (from 1 - length on where no `pairs` are given), as in `Profile`,
+    sums = mass * mean. squares: (H,), like the sums, of what positions add squared.
     """
 
     heads: int
+    pairs: Pairs | None = None
     length: int = 1
     mass: Tensor = field(init=False)
     sums: Tensor = field(init=False)
@@ -79,7 +131,7 @@ class Tally:
     squares: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.mass, self.sums, self.heed = torch.zeros(3, self.heads, 1, dtype=torch.float64)
+        self.mass, self.sums, self.heed = torch.zeros(3, self.heads, len(self.distance), dtype=torch.float64)
         self.squares = torch.zeros(self.heads, dtype=torch.float64)
 
     def add(self, added: Tensor, without: Tensor, attention: Tensor, first: int) -> None:
@@ -88,17 +140,28 @@ class Tally:
         added: what positions add to the logits. without, attention: what a pair gets without positions, and what with
         them; 0 where the query does not see the key.
         """
-        queries, keys = added.shape[-2:]
-        self._grow(max(keys, first + queries))
-        begin = self.length - first - queries
+        if self.pairs is None:
+            self._grow(max(added.shape[-1], first + added.shape[-2]))
+        else:
+            counted = self.pairs.kind[first : first + added.shape[-2]].to(added.device) >= 0
+            added, without, attention = self.pairs.level(added), without * counted, attention * counted
         for total, values in (
             (self.mass, without),
             (self.sums, without * added),
             (self.heed, without + attention),
         ):
-            by_distance = diagonal_sums(values.sum(0)).cpu().double()
-            total[:, begin : begin + by_distance.shape[-1]] += by_distance
+            self._count(total, values.sum(0), first)
         self.squares += (without * added.square()).sum((0, 2, 3)).cpu().double()
+
+    def _count(self, total: Tensor, values: Tensor, first: int) -> None:
+        """Sum (H, Q, K) by distance into (H, P)."""
+        queries = values.shape[-2]
+        if self.pairs is not None:  # on the CPU, where the order of a sum is always the same
+            kind = self.pairs.kind[first : first + queries].clamp(min=0)
+            total.index_add_(1, kind.flatten(), values.flatten(1).cpu().double())
+            return
+        begin, by_distance = self.length - first - queries, diagonal_sums(values).cpu().double()
+        total[:, begin : begin + by_distance.shape[-1]] += by_distance
 
     def _grow(self, length: int) -> None:
         more = length - self.length
@@ -108,27 +171,32 @@ class Tally:
 
     @property
     def distance(self) -> Tensor:
-        return torch.arange(1 - self.length, self.length)
+        return torch.arange(1 - self.length, self.length) if self.pairs is None else self.pairs.distance
+
+    @property
+    def longest(self) -> int:
+        """The longest distance met, in tokens, or patches along an axis."""
+        return self.length - 1 if self.pairs is None else self.pairs.longest
 
     def __add__(self, other: Tally) -> Tally:
-        both = Tally(self.heads)
+        both = Tally(self.heads, self.pairs)
         for one in (self, other):
             both._grow(one.length)
         for one in (self, other):
-            inside = slice(both.length - one.length, both.length + one.length - 1)
+            inside = slice(both.length - one.length, both.length - one.length + one.mass.shape[1])
             for name in ("mass", "sums", "heed"):
                 getattr(both, name)[:, inside] += getattr(one, name)
             both.squares += one.squares
         return both
 
     def profile(self) -> Profile:
-        """Of the distances that were met."""
-        met = (self.mass > 0).any(0)
+        """Of the distances that were met; on an image, of all."""
+        met = (self.mass > 0).any(0) if self.pairs is None else slice(None)
         mass = self.mass[:, met]
         return Profile(self.distance[met], self.sums[:, met] / mass.clamp(min=TINY), mass, self.heed[:, met])
 
     def explained(self, bias: Tensor) -> Tensor:
-        """Share (H,) of the variance of what positions add that a bias (H, 2 * length - 1) explains: 1 is all."""
+        """Share (H,) of the variance of what positions add that a bias (H, P) explains: 1 is all."""
         bias, total = bias.double(), self.mass.sum(-1)
         mean = self.sums.sum(-1) / total
         variance = self.squares / total - mean**2

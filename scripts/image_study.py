@@ -36,7 +36,9 @@ SWAPS: dict[str, tuple[str, dict[str, Any]]] = {
     "alibi, row by row": ("alibi", {"ndim": 1}),
     "rope2d": ("rope2d", {}),
     "bias2d": ("bias2d", {}),
+    "bias2d fit": ("bias2d", {}),
 }
+FITTED = ("bias2d fit",)  # to what the base's table does on every fourth picture of a fine-tune, at the base's own size
 DRAWN = ("learned2d", "sincos2d")  # schemes whose table is drawn
 TILES = SIDE // PATCH  # of a side of the drawing: a patch of the base each
 
@@ -180,8 +182,17 @@ class Study:
         (scheme, params), (model, processor) = SWAPS[name], self.trained()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RecalibrationWarning)  # that is what is measured here
-            patch_model(model, scheme, **params, image_size=scale * SIDE, processor=processor)
+            fit = self.calibration(processor) if name in FITTED else None
+            patch_model(model, scheme, **params, image_size=scale * SIDE, processor=processor, fit=fit)
         return model, processor
+
+    def calibration(self, processor: Any) -> list[Any]:
+        """Pixels (32, C, height, width) at a time, for `fit`."""
+        import torch
+
+        from hf_posswap.evaluation.images import read_images
+
+        return list(torch.stack(read_images(str(self.pictures("tune", 1)), processor)[::4]).split(32))
 
     def tune(self, model: Any, processor: Any, scale: int, rate: float) -> Any:
         """Train on each picture once, at a resolution; returns the log."""

@@ -25,7 +25,10 @@ class PatchArguments:
     )
     fit: list[str] | None = field(
         default=None,
-        metadata={"help": "Text files: the scheme's parameters are chosen so that the model changes least on them."},
+        metadata={
+            "help": "Text files, or pictures for an image model: the scheme's parameters are chosen so that the model "
+            "changes least on them."
+        },
     )
     dry_run: bool = field(default=False, metadata={"help": "Print what would be changed, and stop."})
 
@@ -58,7 +61,7 @@ def main() -> None:
     except OSError as error:
         raise PosSwapError(f"--model={arguments.model!r} cannot be loaded: {str(error).splitlines()[0]}") from error
     reader = {"processor" if model.main_input_name == "pixel_values" else "tokenizer": load_reader(model)}
-    given = reader | {"layers": arguments.layers, "fit": read(arguments.fit), **picture.given()}
+    given = reader | {"layers": arguments.layers, "fit": read(arguments.fit, **reader), **picture.given()}
     if arguments.dry_run:
         print(patch_model(model, scheme, **given, dry_run=True))
         return
@@ -79,12 +82,25 @@ def main() -> None:
     print(f"written  {arguments.output_dir}")
 
 
-def read(files: list[str] | None) -> list[str] | None:
-    """The texts of files; None where none is given."""
+def read(files: list[str] | None, tokenizer=None, **images) -> list | None:
+    """The texts of files, or with a `processor` of images the pixels of each; None where none is given."""
+    if files is None:
+        return None
     try:
-        return None if files is None else [Path(file).read_text(encoding="utf-8") for file in files]
+        if images:
+            return [pixels(file, **images) for file in files]
+        return [Path(file).read_text(encoding="utf-8") for file in files]
     except (OSError, UnicodeDecodeError) as error:
         raise PosSwapError(f"--fit={files} cannot be read: {error}") from error
+
+
+def pixels(file: str, processor):
+    """(1, C, height, width), as the model's own processor makes them."""
+    from PIL import Image
+
+    if processor is None:
+        raise PosSwapError("--fit needs the model's image processor, and there is none beside it")
+    return processor(images=Image.open(file).convert("RGB"), return_tensors="pt")["pixel_values"]
 
 
 def load_reader(model):

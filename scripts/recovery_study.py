@@ -230,8 +230,8 @@ class Study:
             )
             if untaught(cells, model, base[model]):
                 parts.append(
-                    "A cold swap ends well below the loss before it: this base had not learned what its positions are "
-                    "for, and these rows say little of recovery.\n"
+                    "No swap costs this base anything: it had not learned what its positions are for, and these rows "
+                    "say little of recovery.\n"
                 )
             if model == HARDEST[0]:
                 parts.append(tried(cells, HARDEST, base[model]))

@@ -429,6 +429,8 @@ LAYER_ROWS = [
     Row("rope", "mpt", layers=(0,), **SOME),
     Row("kerple", "falcon", layers=(1,), **SOME),
     Row("logn", "gpt2", {"clip": False}, layers=(1,), native=False, keeps_table=True),
+    Row("nope", "beit_bias", layers=(1,), undoable=False, recalibrate=True),
+    Row("bias2d", "beit_bias", layers=(1,), undoable=False, **SOME),
     Row("yarn", "llama", {"factor": 4}, layers=(0,), native=False),
     Row("linear", "gpt_neox", {"factor": 4}, layers=(1,), native=False),
     Row("yarn", "gemma3", {"factor": 4}, layers=(1,), native=False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import sysconfig
 import weakref
@@ -11,15 +12,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from hf_posswap import PosSwapError, describe, from_pretrained, list_schemes, patch_model, unpatch_model
-from hf_posswap.profile import Tally, diagonal_sums
+from hf_posswap.grid import Grid
+from hf_posswap.profile import Pairs, Tally, diagonal_sums
 from hf_posswap.scheme import registry
 
-from . import oracles
-from .families import FAMILIES, LENGTH, PAD, VOCAB, tokens
-from .rows import logits
+from . import oracles, oracles_grid
+from .families import FAMILIES, LENGTH, PAD, VOCAB, pixels, tokens, with_page
+from .rows import DOCUMENTS, logits
 from .small import byte_tokenizer, llama
+from .test_documents import build as page_model
+from .test_image_attention import TOWERS, built, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
 
@@ -35,7 +40,15 @@ FITTED = {
     "alibi": {"learnable": True, "per_layer": True},
     "alibi shared": {"learnable": True},
 }
+ROW_BY_ROW = {
+    "t5": {"per_layer": True, "ndim": 1},
+    "kerple": {"ndim": 1},
+    "kerple power": {"kernel": "power", "ndim": 1},
+    "alibi": {"learnable": True, "ndim": 1},
+}
+ON_IMAGES = ROW_BY_ROW | {"bias2d": {}, "bias2d shared": {"per_layer": False}}
 TEXT = [tokens(3, 20), tokens(2, 24, seed=1), tokens(1, 9, seed=2)[0]]
+IMAGES = [pixels(32), {"pixel_values": pixels(32, seed=1), "labels": torch.zeros(2)}, pixels(32, seed=2)[0]]
 
 
 def added(model) -> dict[str, torch.Tensor]:
@@ -43,9 +56,38 @@ def added(model) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if ".posswap." in name}
 
 
-def fitted(family: str, name: str, text=TEXT, **more):
+def reads_images(model) -> bool:
+    return model.main_input_name == "pixel_values"
+
+
+def given(model, name: str) -> dict:
+    """The parameters of a swap, and what makes it possible."""
+    return (ON_IMAGES if reads_images(model) else FITTED).get(name, {})
+
+
+def calibration(model) -> list:
+    """Batches of every form that a model takes."""
+    if reads_images(model):
+        return IMAGES
+    return [with_page(model, {"input_ids": rows}) for rows in TEXT[:2]] + TEXT[2:] * ("bbox" not in forward_of(model))
+
+
+def forward_of(model) -> set[str]:
+    return {*inspect.signature(model.forward).parameters}
+
+
+def inputs_of(model, length: int = 20) -> dict[str, torch.Tensor]:
+    if reads_images(model):
+        return {"pixel_values": pixels(32)}
+    ids = {"input_ids": tokens(2, length)}
+    return ids | ({"decoder_input_ids": ids["input_ids"]} if model.config.is_encoder_decoder else {})
+
+
+def fitted(family, name: str, text=None, **more):
     model = FAMILIES[family].build() if isinstance(family, str) else family
-    return patch_model(model, name.split()[0], **(FITTED.get(name, {}) | more), fit=text)
+    return patch_model(
+        model, name.split()[0], **given(model, name) | more, fit=calibration(model) if text is None else text
+    )
 
 
 def same_parameters(a, b) -> bool:
@@ -176,12 +218,117 @@ def test_profile_of_a_table_is_that_of_a_naive_loop(family):
         means.check(buckets, causal)
 
 
+def projections(model) -> list[torch.nn.Module]:
+    """Of queries and keys, layer by layer."""
+    named = (("q_proj", "query"), ("k_proj", "key"))
+    attention = [m for m in model.modules() if any(hasattr(m, name) for name in named[0])]
+    return [next(getattr(m, name) for name in names if hasattr(m, name)) for m in attention for names in named]
+
+
+PICTURES = [pixels(32), pixels(32, seed=1)]
+
+
+@pytest.mark.parametrize("tower", ["vit", "dinov2_with_registers", "siglip", "beit_bias"])
+@pytest.mark.parametrize("scheme", ["bias2d", "t5"])
+def test_profile_on_images_is_that_of_a_naive_loop(tower, scheme):
+    """A table: mean logits of two places, less those of two tokens anywhere; and BEiT's bias, with its own class token.
+
+    Row by row, less what a patch gives the tokens that are none: a bias of distances is 0 there.
+    """
+    model = built(tower, 2)
+    tokens_ = oracles_grid.tokens_of(4, 4, *TOWERS[tower][3:])
+    patches = [token is not None for token in tokens_]
+    rows = heard(model, projections(model), [])
+    handles = [
+        module.register_forward_hook(lambda _m, _a, out, kept=kept: kept.extend(out.double().detach().numpy()))
+        for module, kept in zip(projections(model), rows, strict=True)
+    ]
+    for picture in PICTURES:
+        states(model, picture)
+    for handle in handles:
+        handle.remove()
+    flat = {"num_buckets": 64, "max_distance": 64, "per_layer": True, "ndim": 1}
+    own = [m.relative_position_bias_table.detach().double().numpy() for m in model.modules() if is_beits(m)]
+    patch_model(model, scheme, **flat if scheme == "t5" else {}, fit=PICTURES)
+    layers = [m.posswap for m in model.modules() if hasattr(m, "posswap")]
+    assert len(layers) == 2
+    for layer, one in enumerate(layers):
+        q, k = (np.stack([heads_of(row, 16) for row in kept]) for kept in rows[2 * layer : 2 * layer + 2])
+        means = NaivePairs()
+        if own:
+            table = own[layer].T[:, :-3].reshape(HEADS, 7, 7)[:, ::-1, ::-1]  # BEiT's runs from key to query
+            bias = oracles_grid.bias2d(tokens_, table, own[layer].T[:, -3:])
+            for q_, k_ in zip(q, k, strict=True):
+                means.add(tokens_, bias, q_ @ k_.transpose(0, 2, 1) / 4, scheme == "t5")
+        else:
+            q, k = q.mean(0), k.mean(0)
+            plain_q, plain_k = q.copy(), k.copy()
+            for whole, plain in ((q, plain_q), (k, plain_k)):
+                plain[:, patches] = whole[:, patches].mean(1, keepdims=True)
+            plain = plain_q @ plain_k.transpose(0, 2, 1) / 4
+            means.add(tokens_, q @ k.transpose(0, 2, 1) / 4 - plain, plain, scheme == "t5")
+        means.check(one)
+
+
+class NaivePairs:
+    """The mean at each difference of places, or of numbers, pair by pair."""
+
+    def __init__(self) -> None:
+        self.sums: dict[tuple, np.ndarray] = {}
+        self.mass: dict[tuple, np.ndarray] = {}
+
+    def add(self, tokens_, added, plain, flat: bool) -> None:
+        beside = [i for i, token in enumerate(tokens_) if token is None]
+        for i, query in enumerate(tokens_):
+            for j, key in enumerate(tokens_):
+                if flat and (query is None or key is None):
+                    continue
+                if query is None or key is None:
+                    at = ("beside", 2 if query is key else 0 if query is None else 1)
+                elif flat:
+                    at = ("row", 4 * (key[0] - query[0]) + key[1] - query[1])
+                else:
+                    at = ("table", 3 + key[0] - query[0], 3 + key[1] - query[1])
+                value = added[:, i, j] - (added[:, i, beside].mean(1) if flat and beside else 0)
+                weight = np.array([softmax(plain[h, i])[j] for h in range(HEADS)])
+                self.sums[at] = self.sums.get(at, 0) + weight * value
+                self.mass[at] = self.mass.get(at, 0) + weight
+
+    def check(self, one) -> None:
+        assert self.sums
+        for (what, *at), total in self.sums.items():
+            row = what == "row"
+            found = one.buckets[abs(at[0]) + 32 * (at[0] > 0)] if row else getattr(one, what)[(slice(None), *at)]
+            expected = total / self.mass[(what, *at)]
+            np.testing.assert_allclose(found.detach().numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+def is_beits(module) -> bool:
+    return "relative_position_bias_table" in module._parameters
+
+
 def test_diagonals_are_summed():
     values = torch.randn(2, 5, 7, dtype=torch.float64)
     found = diagonal_sums(values)
     for c in range(11):
         expected = sum(values[:, i, j] for i in range(5) for j in range(7) if j - i == c - 4)
         torch.testing.assert_close(found[:, c], expected)
+
+
+AROUND = [(0, 0), (1, 0), (2, 1)]  # tokens before and behind the patches
+
+
+@pytest.mark.parametrize("around", AROUND, ids=str)
+def test_pairs_of_an_image_are_counted_by_rows_and_columns_or_in_a_row(around):
+    whole, tokens_ = Grid(2, 3, *around), oracles_grid.tokens_of(2, 3, *around)
+    numbers = oracles_grid.bias2d(tokens_, np.arange(15.0).reshape(1, 3, 5), np.array([[15.0, 16.0, 17.0]]))
+    np.testing.assert_array_equal(Pairs.between(whole).kind, numbers[0])
+    flat = Pairs.in_row(whole)
+    steps = np.arange(6) - np.arange(6)[:, None]
+    np.testing.assert_array_equal(
+        torch.where(flat.kind < 0, 0, flat.distance[flat.kind]), oracles_grid.on_flat_grid(steps[None], tokens_)[0]
+    )
+    np.testing.assert_array_equal(flat.kind < 0, [[None in (q, k) for k in tokens_] for q in tokens_])
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
@@ -218,11 +365,62 @@ def test_explained_share_is_that_of_the_variance():
 # --- laws of the fit
 
 
+def silent(model, *tables: str):
+    """Queries that say nothing, and no vectors of positions: all order is in a bias, which is of a size to be seen."""
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in (*tables, "query.", ".q.", "q_proj", "q_bias", "query_proj")):
+            parameter.data.zero_()
+        elif "qkv_linear" in name:
+            parameter.data[: len(parameter) // 3].zero_()
+        elif "rel_pos" in name or "relative_" in name:
+            parameter.data.normal_(generator=torch.Generator().manual_seed(0))
+    return model
+
+
+def read_twice() -> torch.nn.Module:
+    """An encoder-decoder with T5's biases in both stacks."""
+    sizes = {"vocab_size": VOCAB, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_heads": HEADS, "num_layers": 2}
+    torch.manual_seed(0)
+    config = transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=PAD)
+    return transformers.T5ForConditionalGeneration(config).eval()
+
+
+OF_TEXT = (".position_embeddings",)
+REFITTED = {
+    "t5_encoder": (lambda: silent(FAMILIES["t5_encoder"].build(relative_attention_num_buckets=32)), "t5", {}),
+    "t5": (lambda: silent(read_twice()), "t5", {}),
+    "t5 decoder": (lambda: silent(read_twice()), "t5", {"stack": "decoder"}),
+    "udop": (lambda: silent(page_model("udop")), "t5", {}),
+    "mpnet": (lambda: silent(FAMILIES["mpnet"].build(), *OF_TEXT), "t5", {}),
+    "layoutlmv2": (lambda: silent(FAMILIES["layoutlmv2"].build(), *OF_TEXT), "t5", {}),
+    "layoutlmv3": (lambda: silent(FAMILIES["layoutlmv3"].build(), *OF_TEXT), "t5", {}),
+    "beit_bias": (lambda: silent(FAMILIES["beit_bias"].build()), "bias2d", {}),
+    "beit_shared": (lambda: silent(FAMILIES["beit_shared"].build(), *OF_TEXT), "bias2d", {"per_layer": False}),
+}
+
+
+@pytest.mark.parametrize("family", REFITTED)
+def test_a_bias_refitted_into_its_own_form_is_the_model_itself(family):
+    """Of documents the one of distances in tokens: that of the page stays, and is none of the scheme's business."""
+    build, scheme, params = REFITTED[family]
+    model, other = build(), patch_model(build(), "nope", **{k: v for k, v in params.items() if k == "stack"})
+    inputs = inputs_of(model)
+    before = logits(model, **inputs)
+    assert (logits(other, **inputs) - before).abs().max() > 1e-2 * before.abs().max()
+    text = [with_page(model, {"input_ids": tokens(2, LENGTH)})]
+    patch_model(model, scheme, **params, fit=PICTURES if reads_images(model) else text)
+    torch.testing.assert_close(logits(model, **inputs), before, rtol=1e-4, atol=1e-4)
+    assert {share for heads in describe(model).fit.explained.values() for share in heads} == {1.0}
+
+
 FAMILY_SCHEMES = [
     *[(family, name) for family in ("llama", "gpt2") for name in FITTED],
     *[(family, "t5") for family in ("qwen3", "gemma3", "gpt_neox", "cohere", "phi", "deepseek_v2", "qwen2_vl")],
     *[(family, name) for family in ("bert", "modernbert") for name in FITTED if name != "fire"],
-    *[(family, "t5") for family in ("roberta", "electra", "distilbert", "opt")],
+    *[(family, "t5") for family in ("roberta", "electra", "distilbert", "opt", "mpnet", "t5_encoder", *DOCUMENTS)],
+    *[(family, name) for family in ("vit", "beit_bias") for name in ON_IMAGES],
+    *[(family, "bias2d") for family in ("dinov2_registers", "clip", "siglip", "beit", "beit_shared")],
+    *[("t5_encoder", name) for name in ("kerple", "alibi")],
 ]
 
 
@@ -231,12 +429,13 @@ def test_fit_is_deterministic_and_is_no_default(family, name):
     model = fitted(family, name)
     values = added(model)
     assert same_parameters(values, added(fitted(family, name)))
-    default = added(patch_model(FAMILIES[family].build(), name.split()[0], **FITTED[name]))
+    source = FAMILIES[family].build()
+    default = added(patch_model(source, name.split()[0], **given(source, name)))
     assert values.keys() == default.keys()
     assert not same_parameters(values, default)
     assert all(p.dtype == torch.float32 and torch.isfinite(p).all() for p in values.values())
     assert all(p.requires_grad for n, p in model.named_parameters() if n in values)
-    assert torch.isfinite(logits(model, input_ids=tokens(2, LENGTH))).all()
+    assert torch.isfinite(logits(model, **inputs_of(model, LENGTH))).all()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "bert", "gpt2", "opt"])
@@ -311,20 +510,23 @@ def test_a_fit_again_is_of_the_original_and_of_the_new_text():
     assert not same_parameters(added(model), before)
 
 
-@pytest.mark.parametrize(("family", "name"), [("llama", name) for name in FITTED] + [("gpt2", "t5")], ids=str)
+SAVED = [*[("llama", name) for name in FITTED], ("gpt2", "t5"), ("vit", "bias2d"), ("layoutlmv3", "t5")]
+
+
+@pytest.mark.parametrize(("family", "name"), SAVED, ids=str)
 def test_saved_and_reloaded_it_is_the_same_and_it_is_undone(family, name, tmp_path: Path):
     source = FAMILIES[family].build()
-    ids = tokens(2, 20)
-    before = logits(source, input_ids=ids)
+    inputs = inputs_of(source)
+    before = logits(source, **inputs)
     model = fitted(source, name)
     model.save_pretrained(tmp_path)
     again = from_pretrained(tmp_path).eval()
     assert same_parameters(added(again), added(model))
-    assert torch.equal(logits(again, input_ids=ids), logits(model, input_ids=ids))
+    assert torch.equal(logits(again, **inputs), logits(model, **inputs))
     assert describe(again).fit == describe(model).fit
     assert "explains" in str(describe(again))
     unpatch_model(model)
-    assert torch.equal(logits(model, input_ids=ids), before)
+    assert torch.equal(logits(model, **inputs), before)
     assert "posswap" not in model.config.to_dict()
 
 
@@ -399,11 +601,6 @@ class Interrupted(RuntimeError):
     pass
 
 
-def interrupted():
-    yield tokens(2, 16)
-    raise Interrupted
-
-
 BAD_TEXT = [
     ([], "holds no tokens"),
     (iter(()), "holds no tokens"),
@@ -424,43 +621,68 @@ BAD_TEXT = [
 ]
 
 
-@pytest.mark.parametrize(("text", "says"), BAD_TEXT, ids=lambda value: value if isinstance(value, str) else "")
-@pytest.mark.parametrize("family", ["llama", "bert"])
-def test_bad_text_is_refused_and_the_model_is_as_it_was(family, text, says):
+BAD_IMAGES = [
+    ([], "holds no images"),
+    (pixels(32), "is not an iterable of batches"),
+    (["a picture.png"], "holds no pixel_values"),
+    ([pixels(32).long()], "holds no pixel_values"),
+    ([tokens(2, 8)], "holds no pixel_values"),
+    ([pixels(32), pixels((32, 40))], r"shape \(2, 3, 32, 40\), and this model was trained on images of \(3, 32, 32\)"),
+    ([pixels(32, channels=1)], r"shape \(2, 1, 32, 32\), and .* \(3, 32, 32\) \(channels, height, width\); resize"),
+    ([{"pixel_values": pixels(32), "bool_masked_pos": torch.zeros(2, 16)}], "'bool_masked_pos' among the inputs"),
+]
+BAD = [
+    *[(family, "t5", *row) for family in ("llama", "bert", "t5_encoder") for row in BAD_TEXT],
+    *[(family, "bias2d", *row) for family in ("vit", "beit_bias") for row in BAD_IMAGES],
+    ("layoutlmv3", "t5", [{"input_ids": tokens(1, 8), "bbox": torch.full((1, 8, 4), 2000)}], "is not on the page"),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "text", "says"), BAD, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_bad_text_is_refused_and_the_model_is_as_it_was(family, name, text, says):
     model = FAMILIES[family].build().train()
-    ids = tokens(2, 20)
-    before, config = logits(model, input_ids=ids), model.config.to_dict()
+    before = state_of(model)
     if isinstance(text, type(iter(()))):
         text = iter(())
     with pytest.raises(PosSwapError, match=says):
-        patch_model(model, "t5", fit=text)
-    assert_untouched(model, ids, before, config)
+        patch_model(model, name, fit=text)
+    assert_untouched(model, before)
 
 
-@pytest.mark.parametrize("family", ["llama", "bert", "gemma3"])
+def interrupted(batches):
+    yield batches[0]
+    raise Interrupted
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "gemma3", "t5_encoder", "layoutlmv2", "vit", "beit_bias"])
 def test_an_error_of_the_callers_text_leaves_the_model_as_it_was(family):
     model = FAMILIES[family].build().train()
-    ids = tokens(2, 20)
-    before, config = logits(model, input_ids=ids), model.config.to_dict()
+    before = state_of(model)
     with pytest.raises(Interrupted):
-        patch_model(model, "t5", fit=interrupted())
-    assert_untouched(model, ids, before, config)
+        fitted(model, "t5", interrupted(calibration(model)))
+    assert_untouched(model, before)
 
 
 def test_a_failed_fit_of_a_patched_model_leaves_the_patch():
     model, ids = patch_model(FAMILIES["llama"].build(), "kerple"), tokens(2, 20)
     before = logits(model, input_ids=ids)
     with pytest.raises(Interrupted):
-        patch_model(model, "t5", fit=interrupted())
+        patch_model(model, "t5", fit=interrupted(TEXT))
     assert torch.equal(logits(model, input_ids=ids), before)
     assert describe(model).scheme.startswith("kerple")
 
 
-def assert_untouched(model, ids, before, config) -> None:
+def state_of(model) -> tuple[torch.Tensor, dict, str]:
+    return logits(model, **inputs_of(model)), model.config.to_dict(), model.config._attn_implementation
+
+
+def assert_untouched(model, before) -> None:
     assert all(module.training for module in model.modules())
-    assert torch.equal(logits(model, input_ids=ids), before)
-    assert model.config.to_dict() == config
-    assert model.config._attn_implementation == "sdpa"
+    (outputs, *config), (outputs_before, *config_before) = state_of(model), before
+    assert torch.equal(outputs, outputs_before)
+    assert config == config_before
     for module in model.modules():
         assert not {**module._forward_pre_hooks, **module._forward_hooks}
         assert not any("posswap" in name for name in vars(module))
@@ -488,10 +710,13 @@ def test_a_scheme_without_free_parameters_refuses_text_by_name(name):
     ("family", "scheme", "params", "says"),
     [
         ("llama", "alibi", {}, "learnable=True"),
-        ("t5_encoder", "kerple", {}, "has a bias"),
-        ("bloom", "t5", {}, "has a bias"),
-        ("mpnet", "t5", {}, "has a bias"),
+        ("t5_encoder", "t5", {"relative_bias": "keep"}, "relative_bias='keep' leaves all that"),
+        ("bloom", "t5", {}, "has a bias of another kind, alibi"),
+        ("mpt", "t5", {}, "has a bias of another kind, alibi"),
+        ("falcon_alibi", "t5", {}, "has a bias of another kind, alibi"),
         ("falcon", "t5", {}, "does not call"),
+        ("gptj", "t5", {}, "does not call"),
+        ("deberta", "t5", {}, "has a bias of another kind, disentangled"),
         ("vit", "t5", {}, "grid"),
     ],
 )

@@ -108,19 +108,22 @@ def test_enlarged_image_in_enlarged_patches_is_seen_as_the_small_one(tower: str)
     torch.testing.assert_close(states(model, larger), before, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("table", [True, False])
 @pytest.mark.parametrize("shared", [False, True])
-def test_resized_beit_has_its_biases_resized_as_its_own_forward_does(shared: bool, tmp_path: Path):
+def test_resized_beit_has_its_biases_resized_as_its_own_forward_does(shared: bool, table: bool, tmp_path: Path):
+    """With a table of positions beside them, or without."""
+    keep = {} if table else {"relative_bias": "keep"}
     kind = "use_shared_relative_position_bias" if shared else "use_relative_position_bias"
     torch.manual_seed(0)
-    config = transformers.BeitConfig(**IMAGE | {"use_absolute_position_embeddings": True, kind: True})
+    config = transformers.BeitConfig(**IMAGE | {"use_absolute_position_embeddings": table, kind: True})
     model, image = transformers.BeitModel(config).eval(), pixels(48)
     for name, parameter in model.named_parameters():
         if "position" in name:
             torch.nn.init.normal_(parameter)
     small, before, after = pixels(32), states(model, pixels(32)), states(model, image)
     with pytest.raises(PosSwapError, match="on a square of patches alone, and 4 x 8 are asked for"):
-        patch_model(model, "learned", image_size=(32, 64))
-    patch_model(model, "learned", image_size=48)
+        patch_model(model, "learned", image_size=(32, 64), **keep)
+    patch_model(model, "learned", image_size=48, **keep)
     torch.testing.assert_close(states(model, image), after)
     model.save_pretrained(tmp_path)
     assert torch.equal(states(type(model).from_pretrained(tmp_path), image), states(model, image))
@@ -179,10 +182,11 @@ def test_refused_and_untouched(tower: str, params: dict, reason: str):
         ("YolosModel", "YolosConfig", {"image_size": [32, 32]}, "another table of positions"),
         ("ViTMAEForPreTraining", "ViTMAEConfig", {"decoder_hidden_size": 16}, "another table of positions"),
         ("VideoMAEModel", "VideoMAEConfig", {"num_frames": 4}, "no site"),
-        ("BeitModel", "BeitConfig", {"use_relative_position_bias": True}, "image_size=48 .* has no table of them"),
+        ("BeitModel", "BeitConfig", {"use_relative_position_bias": True}, "give learned alone, with .*='keep'"),
+        ("DINOv3ViTModel", "DINOv3ViTConfig", {}, "images of every size as they come; leave image_size out"),
         ("SwinModel", "SwinConfig", SWIN, "no site this package recognises: .* bias within windows at .*which shift"),
     ],
-    ids=["yolos", "mae decoder", "videomae", "beit", "swin"],
+    ids=["yolos", "mae decoder", "videomae", "beit", "dinov3", "swin"],
 )
 def test_model_that_is_not_understood_is_refused(model: str, config: str, settings: dict, reason: str):
     built = getattr(transformers, model)(getattr(transformers, config)(**IMAGE | settings))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from packaging.version import Version
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
-from hf_posswap import PosSwapError, from_pretrained, patch_model
+from hf_posswap import PosSwapError, describe, from_pretrained, patch_model
 from hf_posswap.evaluation import images
 from hf_posswap.evaluation.compare import Entry, compare_images
 from hf_posswap.pictures import Picture
@@ -24,7 +25,7 @@ from hf_posswap.training.arguments import FinetuneArguments
 from hf_posswap.training.log import TrainingLog
 from hf_posswap.training.loop import finetune, load
 
-from .small import ROOT, SCRIPT, run
+from .small import ROOT, SCRIPT, call, run
 
 CLASSES = ("left", "right")
 SIDE = 16
@@ -115,7 +116,6 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(folder: Path, tmp_path
 REFUSED = [
     ({}, {"block_size": 16}, r"block_size=16 is not for ViTForImageClassification, which reads pictures; leave it out"),
     ({}, {"packing": "documents"}, r"packing='documents' is not for ViT"),
-    ({}, {"fit_tokens": 64}, r"fit_tokens=64 is not for ViT"),
     ({}, {"mlm_probability": 0.3}, r"mlm_probability=0.3 is not for ViT"),
     ({}, {"objective": "causal"}, r"objective='causal' does not fit ViTForImageClassification; choose 'images'"),
     ({"num_labels": 3}, {}, r"has 2 classes \(left, right\), and ViTForImageClassification has 3"),
@@ -135,9 +135,27 @@ def test_what_does_not_fit_is_refused(settings: dict, changes: dict, reason: str
 def test_flags_of_text_are_refused_before_the_swap(folder: Path, tmp_path: Path):
     vit().save_pretrained(tmp_path)
     processor().save_pretrained(tmp_path)
-    given = arguments(folder, tmp_path / "out", model=str(tmp_path), fit_tokens=64)
-    with pytest.raises(PosSwapError, match="fit_tokens=64 is not for ViTForImageClassification, which reads pictures"):
+    given = arguments(folder, tmp_path / "out", model=str(tmp_path), packing="documents")
+    with pytest.raises(PosSwapError, match="packing='documents' is not for ViTForImageClassification, which reads"):
         load(given, make_scheme("bias2d", {}), {"image_size": 24})
+
+
+@auto
+def test_a_scheme_is_fitted_to_the_pictures(folder: Path, tmp_path: Path):
+    """By the trainer, to some of those that it trains on, and by the script that patches."""
+    vit().save_pretrained(tmp_path / "base")
+    processor().save_pretrained(tmp_path / "base")
+    asked = arguments(folder, tmp_path / "out", model=str(tmp_path / "base"), fit_tokens=3 * 16 + 5)
+    model, _ = load(asked, make_scheme("bias2d", {}))
+    assert describe(model).fit.tokens == 3 * 17  # of the class, too
+    with pytest.raises(PosSwapError, match="fit_tokens=15: a picture has 16 patches, and there are 64 of them; give"):
+        load(replace(asked, fit_tokens=15), make_scheme("bias2d", {}))
+    flags = ["--model", tmp_path / "base", "--scheme", "bias2d", "--dry_run", "--fit"]
+    done = call("patch.py", *flags, *sorted(folder.rglob("*.png"))[:2])
+    assert "on 34 tokens, to distance 3" in done.stdout
+    broken = call("patch.py", *flags, tmp_path / "base" / "config.json")
+    assert broken.returncode == 2
+    assert "cannot be read" in broken.stderr
 
 
 def test_pictures_have_the_channels_that_the_processor_normalises(folder: Path):

@@ -126,8 +126,8 @@ def test_table_of_recovery_pairs_the_seeds():
     assert recovery.table(tried, "m") == recovery.table(cells, "m")
     *_, given, more = recovery.tried(tried, ("m", "t5", "fit"), 1.0).splitlines()
     assert (given, more) == ("| as in the table | 100 | 1.000 | 0.0% |", "| more | 400 | 1.020 | 2.0% |")
-    assert recovery.untaught(cells, "m", 2.1)
-    assert not recovery.untaught(cells, "m", 2.0)
+    assert recovery.untaught(cells, "m", 4.0)
+    assert not recovery.untaught(cells, "m", 2.1)
     slow = [cell("cold", 0, [(0, 4.0), (100, 2.0)]), cell("fit", 0, [(0, 3.0), (100, 2.5)])]
     assert recovery.goals(slow, "m").endswith("t5 missed (never there).")
     assert "| not reached |" in recovery.table(slow, "m").splitlines()[-1]

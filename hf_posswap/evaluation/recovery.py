@@ -111,9 +111,9 @@ def tried(cells: Sequence[dict[str, Any]], hardest: tuple[str, str, str], base: 
 
 
 def untaught(cells: Sequence[dict[str, Any]], model: str, base: float) -> bool:
-    """Whether a cold swap ends below the loss before it by more than NEAR: there was nothing to recover."""
-    cold = [c["curve"][-1][1] for c in cells if (c["model"], c["recipe"]) == (model, "cold")]
-    return min(cold, default=base) < (1 - NEAR) * base
+    """Whether no cold swap costs more than NEAR before any step: there is nothing to recover."""
+    cold = [c["curve"][0][1] for c in cells if (c["model"], c["recipe"]) == (model, "cold")]
+    return max(cold, default=math.inf) < (1 + NEAR) * base
 
 
 def _losses(cell: dict[str, Any]) -> tuple[float, float, float]:

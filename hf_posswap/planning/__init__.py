@@ -19,7 +19,7 @@ from .images import chosen_ndim, silence_turning
 from .layers import chosen_layers, plan_layers
 from .limits import limit_edits
 from .page import guard_page, silence_spatial
-from .picture import refuse_picture
+from .picture import refuse_picture, resize_frames
 from .plan import Plan, invalid
 from .rotary import install_rotary, is_silent_natively, silence_rotary, silence_rotary_natively
 from .table import install_addition, install_table, resize_table, silence_bias, silence_table
@@ -75,12 +75,13 @@ def choose_steps(
     """What silences and installs, site by site, in order."""
     page = [guard_page] if anatomy.page is not None else []
     page += [silence_spatial] if anatomy.biases.get(SPATIAL) == SILENCE else []
+    resized = [] if picture is None else [resize_table] if anatomy.tables else [resize_frames]
     if layers is not None:
-        return (plan_layers, *page) if picture is None else (resize_table, plan_layers, *page)
+        return (*resized, plan_layers, *page)
     native, inside = anatomy.sites, scheme.sites_in_attention(anatomy.sites)
     replaced = (scheme.sites & native) - inside
     silenced = scheme.silences(native, anatomy.biases.get(RELATIVE))
-    steps: list[Step] = []
+    steps: list[Step] = [] if anatomy.tables else resized
     if ROTARY in replaced:
         steps.append(install_rotary)
     if ROTARY in silenced:
@@ -96,7 +97,7 @@ def choose_steps(
         steps.append(resize_table)
     if BIAS in silenced and anatomy.bias.tables:
         steps.append(silence_bias)
-    if EMBED in scheme.sites - native:
+    if EMBED in scheme.sites - native and not (resized and not anatomy.tables and scheme.trainable):
         steps.append(install_addition)
     turning = anatomy.turned is not None and not scheme.stacks
     if inside or turning or (BIAS in silenced and not anatomy.bias.tables):

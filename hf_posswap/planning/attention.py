@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -49,11 +49,13 @@ class Stack:
 class AttentionSite:
     """Every self-attention module of the text stacks, H `heads` of `head_dim` each.
 
-    `own`: declarations of those that do not call transformers' attention interface by themselves.
+    `own`: declarations of those that do not call transformers' attention interface by themselves. `first`: that of the
+    first layer, whether it is chosen or not.
     """
 
     stacks: list[Stack]
     own: dict[nn.Module, AttentionDeclaration]
+    first: nn.Module
     heads: int
     head_dim: int
 
@@ -102,7 +104,7 @@ def find_attention(new: Plan, scheme: Scheme) -> AttentionSite:
         *(getattr(config, key, None) for key in ("head_dim", "d_kv")),
     )
     head_dim = next((width for width in widths if width), config.hidden_size // heads)
-    return AttentionSite(_stacks(new, found, own), own, heads, head_dim)
+    return AttentionSite(_stacks(new, found, own), own, first, heads, head_dim)
 
 
 def refuse_other_keys(scheme: Scheme, found: dict[str, nn.Module]) -> None:
@@ -147,7 +149,7 @@ def _stacks(new: Plan, found: dict[str, nn.Module], own: dict[nn.Module, Attenti
     if len({*causal.values()}) == 1:
         root = getattr(model, f"get_{new.anatomy.stack}")() if new.anatomy.stack else model.base_model
         path = next((p for p, m in model.named_modules() if m is root), "")
-        chosen = {p: m for p, m in found.items() if _is_chosen(new, p)}
+        chosen = {p: m for p, m in found.items() if new.anatomy.is_in(p, new.layers)}
         return [Stack(path, root, chosen, causal.popitem()[1])]
     stacks = []
     for value in (False, True):
@@ -155,13 +157,6 @@ def _stacks(new: Plan, found: dict[str, nn.Module], own: dict[nn.Module, Attenti
         path = re.split(r"\.\w+\.\d+\.", next(iter(of_stack)), maxsplit=1)[0]  # up to the list of layers
         stacks.append(Stack(path, model.get_submodule(path), of_stack, value))
     return stacks
-
-
-def _is_chosen(new: Plan, path: str) -> bool:
-    if new.layers is None:
-        return True
-    layers = new.anatomy.layers()[0]
-    return any(path.startswith(f"{layers}.{index}.") for index in new.layers)
 
 
 def install_attention(new: Plan, scheme: Scheme) -> None:
@@ -185,7 +180,7 @@ def install_attention(new: Plan, scheme: Scheme) -> None:
     rotation = rotation_of(new, scheme, site, length) if ROTARY in sites else None
     text = _count_text(new)
     for stack in site.stacks:
-        sight = watch_images(new, scheme, stack.module, modules[0]) if grid is not None else None
+        sight = watch_images(new, scheme, stack.module, site.first) if grid is not None else None
         tokens = length if sight is None else length + sight.before + sight.after
         change = scheme.bias(BiasGeometry(site.heads, tokens, stack.causal, grid)) if BIAS in sites else None
         _attach(new, stack, partial(attention.Attached, change, rotation, sight, text, keeps_bias(new)))
@@ -264,18 +259,23 @@ def _tell_positions(new: Plan, stack: Stack, scheme: Scheme) -> None:
 
 def _reroute(new: Plan, module: nn.Module, declaration: AttentionDeclaration) -> None:
     """Edits that give an attention module a forward which calls transformers' attention interface."""
-    names = tuple(inspect.signature(module.forward).parameters)
-    forward = partial(attention.reroute, module, declaration=declaration, names=names)
-    new.replace(module, "forward", forward)
-    new.replace(module, "is_causal", declaration.causal(module))
-    new.replace(module, "num_key_value_groups", declaration.groups(module) if declaration.groups else 1)
-    if not hasattr(module, "config"):
-        new.replace(module, "config", new.text)
-    if declaration.cache is not None:
-        new.replace(module, "layer_idx", getattr(module, declaration.layer))
+    new.edits += [edit for edit in reroute_edits(module, declaration, new.text) if not edit.is_idle]
     stack = new.anatomy.model.base_model
     for name, value in declaration.off.items():
         new.replace(stack, name, value)
+
+
+def reroute_edits(module: nn.Module, declaration: AttentionDeclaration, config: Any) -> Iterator[Replace]:
+    """What has it call the interface; config: where it finds the implementation, if it has none of its own."""
+    names = tuple(inspect.signature(module.forward).parameters)
+    forward = partial(attention.reroute, module, declaration=declaration, names=names)
+    yield Replace(module, "forward", forward)
+    yield Replace(module, "is_causal", declaration.causal(module))
+    yield Replace(module, "num_key_value_groups", declaration.groups(module) if declaration.groups else 1)
+    if not hasattr(module, "config"):
+        yield Replace(module, "config", config)
+    if declaration.cache is not None:
+        yield Replace(module, "layer_idx", getattr(module, declaration.layer))
 
 
 def keeps_bias(new: Plan) -> bool:

@@ -17,7 +17,7 @@ from ..parts import unturned
 from ..patches import is_patch_convolution
 from ..quiet import quiet
 from ..record import PORTABLE
-from .picture import sizes
+from .picture import frames, sizes
 
 if TYPE_CHECKING:
     from ..scheme import Scheme
@@ -85,7 +85,8 @@ def watch_images(new: Plan, scheme: Scheme, stack: nn.Module, attention: nn.Modu
     path, embedding = patch_embedding(new.anatomy)
     if AROUND not in new.measured:
         new.measured[AROUND] = _around(new.anatomy, scheme, embedding, attention)
-    patch = tuple(embedding.kernel_size) if new.anatomy.table is None else sizes(new, new.anatomy.table)[1]
+    framed = frames(new.anatomy)
+    patch = sizes(new, framed[0])[1] if framed else tuple(embedding.kernel_size)
     sight = Sight(patch, *new.measured[AROUND])
     new.edits.append(Hook(embedding, partial(look, sight=sight, stack=stack), path))
     return sight

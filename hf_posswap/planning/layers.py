@@ -23,6 +23,7 @@ from ..scheme import Scheme
 from ..sites import BIAS, EMBED, ROTARY
 from .plan import Plan
 from .rotary import build, keep_dtype, refuse_forgetful, refuse_odd, refuse_unread, rotary_geometry, same_rotation
+from .table import silence_bias
 
 SECOND = "posswap_rotary"  # on the stack: the rotary module that the chosen layers read
 
@@ -55,7 +56,10 @@ def plan_layers(new: Plan, scheme: Scheme) -> None:
         return
     if ROTARY in silenced:
         _exchange(new, None, scheme)
-    if scheme.sites or BIAS in silenced:
+    tables = BIAS in silenced and bool(new.anatomy.bias.tables)
+    if tables:
+        silence_bias(new, scheme)
+    if scheme.sites or (BIAS in silenced and not tables):
         from .attention import install_attention  # imports transformers' modeling code, seconds of it
 
         install_attention(new, scheme)

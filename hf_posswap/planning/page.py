@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import parts
-from ..anatomy import kind
+from ..anatomy import PageSite, kind
 from ..edits import Hook, Replace
 from .plan import refuse_quantised
 
@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 
 def guard_page(new: Plan, scheme: Scheme) -> None:
     """A box off the page is refused by name, where a table would end in an index error or a clip would be silent."""
-    page = new.anatomy.page
+    new.edits.append(box_guard(new.anatomy.page))
+
+
+def box_guard(page: PageSite) -> Hook:
     names = tuple(inspect.signature(page.reader.forward).parameters)
-    check = partial(parts.refuse_boxes, names=names, largest=page.largest)
-    new.edits.append(Hook(page.reader, check, kind(page.reader)))
+    return Hook(page.reader, partial(parts.refuse_boxes, names=names, largest=page.largest), kind(page.reader))
 
 
 def silence_spatial(new: Plan, scheme: Scheme) -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..anatomies.vit import pair
 from ..anatomy import Anatomy, TableSite, kind
 from ..edits import Replace
 from ..errors import PosSwapError
 from ..patches import is_patch_convolution, linear_form, rechannel_kernel, resize_kernel
 from ..pictures import LINEAR, Size
+from ..sites import KEEP, RELATIVE
 from .plan import Plan, plain_state, refuse_quantised
+
+if TYPE_CHECKING:
+    from ..scheme import Scheme
 
 GRID = "grid"  # in `measured`: the patches that a model was trained on, where it reads others now
 
@@ -25,15 +32,46 @@ def sizes(new: Plan, table: TableSite) -> tuple[Size | None, Size | None]:
     return new.picture.sizes(table.grid, table.patch)
 
 
+def frames(anatomy: Anatomy) -> list[TableSite]:
+    """What can read patches of another picture: every table of them, or where BEiT would have one, which holds none."""
+    if anatomy.tables:
+        return [table for table in anatomy.tables if table.grid is not None]
+    found = []
+    for path, owner in anatomy.text_modules():
+        patches = getattr(owner, "patch_embeddings", None)
+        if getattr(owner, "position_embeddings", owner) is None and hasattr(patches, "num_patches"):
+            size, patch = pair(patches.image_size), pair(patches.patch_size)
+            grid = size[0] // patch[0], size[1] // patch[1]
+            where = f"{path}.position_embeddings".lstrip(".")
+            config = anatomy.config
+            found.append(TableSite("vit", where, owner, "position_embeddings", 0, True, config, grid=grid, patch=patch))
+    return found
+
+
+def resize_frames(new: Plan, scheme: Scheme) -> None:
+    """A model without a table, for a picture of another size: what it computed from the old one, and its own biases.
+
+    Raises PosSwapError for a table's scheme where these do not stay: nothing of it would be left.
+    """
+    if scheme.trainable and (new.anatomy.biases.get(RELATIVE) != KEEP or scheme.given()):
+        raise PosSwapError(
+            f"{scheme}: {kind(new.anatomy.model)} has no table of positions, and a bias of its own; give {scheme.name} "
+            f"alone, with {RELATIVE}_bias={KEEP!r}, to have that resized"
+        )
+    for frame in frames(new.anatomy):
+        resize_picture(new, frame)
+        new.length = math.prod(sizes(new, frame)[0])
+
+
 def refuse_picture(new: Plan) -> None:
     """Raise PosSwapError where a picture is asked for of a model that reads none."""
-    if new.picture is not None and not any(table.grid for table in new.anatomy.tables):
+    if new.picture is not None and not frames(new.anatomy):
         name, value = next(iter(new.picture.given().items()))
-        of_images = new.anatomy.model.main_input_name == "pixel_values"
-        reason = "reads images of every size, and has no table of them" if of_images else "is none"
-        raise PosSwapError(
-            f"{new.scheme}: {name}={value!r} is for image models, and {kind(new.anatomy.model)} {reason}"
-        )
+        model, given = kind(new.anatomy.model), f"{new.scheme}: {name}={value!r}"
+        if new.anatomy.model.main_input_name != "pixel_values":
+            raise PosSwapError(f"{given} is for image models, and {model} is none")
+        takes = "it takes images of every size as they come; " if name == "image_size" else ""
+        raise PosSwapError(f"{given}: {model} has no table of patches to resize; {takes}leave {name} out")
 
 
 def resize_picture(new: Plan, table: TableSite) -> None:
@@ -48,6 +86,9 @@ def resize_picture(new: Plan, table: TableSite) -> None:
         _resize_bias(new, grid)
     _write_sizes(new, table, grid, patch)
     new.set_config("num_channels", channels)
+    for path, module in new.anatomy.text_modules():  # BEiT's layers count patches by themselves
+        if "patch_size" in vars(module) and all(module is not inner for inner in table.owner.modules()):
+            new.replace(module, "patch_size", new.text.patch_size, path)
     path, convolution = patch_convolution(new.anatomy, table)
     kernel = rechannel_kernel(resize_kernel(convolution.weight.detach(), patch), channels)
     if kernel.shape != convolution.weight.shape:
@@ -117,7 +158,7 @@ def _rebuild(new: Plan, table: TableSite, grid: Size, patch: Size) -> None:
         with torch.device("meta"), torch.no_grad():
             twin = type(table.owner)(new.text)
             twin(torch.empty(1, *frames, new.text.num_channels, height, width))
-    except Exception as error:
+    except Exception as error:  # constructors and forwards of transformers raise anything at sizes they cannot take
         raise PosSwapError(
             f"{new.scheme}: {kind(table.owner)} cannot be built with {new.picture} and read such a picture: "
             f"{type(error).__name__}: {error}"

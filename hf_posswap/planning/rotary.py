@@ -247,7 +247,7 @@ def build(cls: type[nn.Module], config: Any) -> nn.Module:
     try:
         with torch.device("cpu"):
             return cls(config)
-    except Exception as error:
+    except Exception as error:  # constructors of transformers raise anything at parameters they cannot take
         raise PosSwapError(
             f"{config.rope_parameters} cannot be built by this model's own {cls.__name__}: "
             f"{type(error).__name__}: {error}"
@@ -269,7 +269,7 @@ def same_rotation(site: RotarySite, cls: type[nn.Module], config: Any) -> bool:
             return True  # coordinates of another form (M-RoPE); the buffers were compared already
         try:
             b = new(*arguments)
-        except Exception as error:
+        except Exception as error:  # as above
             raise PosSwapError(
                 f"{config.rope_parameters} does not run in this model's own {cls.__name__}: "
                 f"{type(error).__name__}: {error}"

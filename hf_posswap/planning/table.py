@@ -23,7 +23,7 @@ from ..record import KEY, PORTABLE
 from ..scheme import Scheme
 from ..sites import EmbedChange, EmbedGeometry
 from .images import is_image, trained_grid
-from .picture import resize_picture, sizes
+from .picture import frames, resize_picture, sizes
 from .plan import Plan, plain_state, refuse_quantised, trained_length
 
 STREAMS = ("hc_mult", "hc_count")  # where configs of models with hyper-connections count the streams between layers
@@ -268,13 +268,17 @@ def _resize_masks(new: Plan, table: TableSite, rows: int) -> None:
 
 
 def silence_bias(new: Plan, scheme: Scheme) -> None:
+    """Zeros for the biases of the chosen layers, which transformers adds as before."""
     refuse_quantised(new.anatomy.model, str(new.scheme))
     resized = {id(e.owner): e.value for e in new.edits if isinstance(e, Replace) and isinstance(e.value, nn.Parameter)}
     for path, table in new.anatomy.bias.tables.items():
+        if not new.anatomy.is_in(path, new.layers):
+            continue
         zeros = nn.Parameter(torch.zeros_like(resized.get(id(table.owner), table.weight)), requires_grad=False)
         new.edits.append(Replace(table.owner, table.attribute, zeros, path))
     if is_image(new.anatomy):
-        new.length = math.prod(trained_grid(new.anatomy))
+        framed = frames(new.anatomy)
+        new.length = math.prod(sizes(new, framed[0])[0] if framed else trained_grid(new.anatomy))
     new.effective = True
 
 

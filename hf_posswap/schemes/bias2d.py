@@ -25,6 +25,7 @@ class Bias2d(Scheme):
     paper = "https://arxiv.org/abs/2106.08254"
     sites: ClassVar = frozenset({BIAS})
     learns: ClassVar = "its table"
+    fits: ClassVar = True
     ndim: ClassVar = 2
 
     per_layer: bool = True
@@ -48,7 +49,13 @@ class Bias2d(Scheme):
             between=self.between,
             parameters={"table": table, "beside": torch.zeros(site.heads, 3)},
             shared=not self.per_layer,
+            fit=self.fit,
         )
+
+    @staticmethod
+    def fit(profile):
+        """The mean at each difference of two places, and of each kind of pair beside them."""
+        return {"table": profile.mean[:, :-3], "beside": profile.mean[:, -3:]}
 
     @staticmethod
     def between(tensors: Tensors, rows: int, columns: int):

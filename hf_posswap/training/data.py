@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 
 from ..anatomy import kind
 from ..errors import PosSwapError, nearest
+from ..evaluation.subjects import trained_length
 from .arguments import SHORTEST_BLOCK, FinetuneArguments
 from .checks import check_length, check_tokenizer
 from .distil import Distillation, Teacher, make_teacher
@@ -91,20 +92,24 @@ def pack(tokenized: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: Fine
 
 
 def calibration(
-    arguments: FinetuneArguments, tokenizer: PreTrainedTokenizerBase, length: int, tokens: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: FinetuneArguments
 ) -> list[Tensor]:
-    """Training text for `patch_model(fit=...)`: rows of `length` tokens, drawn by the seed, in batches of 8 at most.
+    """Training text for `patch_model(fit=...)`: `fit_tokens` in rows of the trained length, in batches of 8 at most."""
+    length = trained_length(model)
+    rows = Blocks(tokenize(read_documents(arguments), tokenizer), length)
+    told = f"rows have {length} tokens, and the text fills {len(rows)} of them"
+    drawn = draw_rows(len(rows), length, arguments, told)
+    return list(torch.stack([torch.from_numpy(rows[i][0]) for i in drawn.tolist()]).split(8))
 
-    Raises PosSwapError where `tokens` fill no row, or the text has fewer.
+
+def draw_rows(count: int, length: int, arguments: FinetuneArguments, told: str) -> Tensor:
+    """Those of `count` rows that make `fit_tokens`, (N,), drawn by the seed. Raises PosSwapError where they make none,
+    or there are fewer, with what is `told` of them.
     """
-    rows, wanted = Blocks(tokenize(read_documents(arguments), tokenizer), length), tokens // length
-    if not 0 < wanted <= len(rows):
-        raise PosSwapError(
-            f"fit_tokens={tokens}: rows have {length} tokens, and the text fills {len(rows)} of them; give a number "
-            f"from {length} to {len(rows) * length}"
-        )
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(arguments.seed))
-    return list(torch.stack([torch.from_numpy(rows[i][0]) for i in order[:wanted].tolist()]).split(8))
+    tokens, most = arguments.fit_tokens, count * length
+    if not length <= tokens < most + length:
+        raise PosSwapError(f"fit_tokens={tokens}: {told}; give a number from {length} to {most}")
+    return torch.randperm(count, generator=torch.Generator().manual_seed(arguments.seed))[: tokens // length]
 
 
 def refuse_given(arguments: FinetuneArguments, names: Sequence[str], why: str) -> None:
@@ -162,6 +167,11 @@ class Batches:
     def read(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: FinetuneArguments) -> Rows:
         """All rows. Raises PosSwapError for a source that is missing or empty."""
         return pack(tokenize(read_documents(arguments), tokenizer), tokenizer, arguments)
+
+    @classmethod
+    def calibration(cls, model: PreTrainedModel, tokenizer: Any, arguments: FinetuneArguments) -> list[Tensor]:
+        """What `patch_model(fit=...)` reads of it."""
+        return calibration(model, tokenizer, arguments)
 
     def check_count(self) -> None:
         """Raise PosSwapError where the text does not fill one global batch."""

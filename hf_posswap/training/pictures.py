@@ -21,7 +21,7 @@ from ..errors import PosSwapError, nearest
 from ..evaluation.images import with_channels
 from ..planning.limits import check_processor
 from .arguments import FinetuneArguments
-from .data import OF_SENTENCES, Batches
+from .data import OF_SENTENCES, Batches, draw_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,7 +31,6 @@ OF_TEXT = (
     "curriculum",
     "distil",
     "file_pattern",
-    "fit_tokens",
     "mlm_probability",
     "packing",
     "pose_chunks",
@@ -136,6 +135,15 @@ class PictureBatches(Batches):
     @staticmethod
     def read(model: PreTrainedModel, tokenizer: Any, arguments: FinetuneArguments) -> Album:
         return read_pictures(model, arguments)
+
+    @classmethod
+    def calibration(cls, model: PreTrainedModel, tokenizer: Any, arguments: FinetuneArguments) -> list[Tensor]:
+        arguments = cls.check(model, tokenizer, arguments, "images")
+        album, each = read_pictures(model, arguments), arguments.block_size
+        told = f"a picture has {each} patches, and there are {len(album)} of them"
+        batches = cls(album, tokenizer, arguments, "images", 1)
+        drawn = draw_rows(len(album), each, arguments, told).split(8)
+        return [batches._collate(0, rows.numpy(), each)["pixel_values"] for rows in drawn]
 
     def check_count(self) -> None:
         """Raise PosSwapError where the pictures do not fill one global batch."""
