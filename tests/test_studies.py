@@ -219,6 +219,17 @@ def test_the_class_of_a_drawn_picture_is_where_the_blue_disc_stands(scale: int, 
         assert max(sides, key=sides.get) == file.parent.name
 
 
+def test_the_documented_resolutions_are_what_was_measured():
+    folder = ROOT / "docs" / "images"
+    results = json.loads((folder / "results.json").read_text())
+    assert (folder / "table.md").read_text() == image_study.table(results)
+    assert results["base"]["untuned"] > 0.95
+    for cell in results["cells"]:
+        if cell["scheme"] == image_study.UNHARMED:
+            assert cell["tuned"] >= cell["untuned"] > 0.95
+    assert {cell["scale"] for cell in results["cells"]} == {2, 3}
+
+
 def test_a_small_image_study_goes_on_where_it_was(tmp_path: Path):
     sizes = {"train_pictures": 64, "tune_pictures": 16, "test_pictures": 8, "steps": 1, "layers": 1, "width": 32}
     given = image_study.StudyArguments(output_dir="", work_dir=str(tmp_path), scales=[2], schemes=["nope"], **sizes)
