@@ -12,6 +12,7 @@ import signal
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -35,6 +36,7 @@ from hf_posswap.training.arguments import FinetuneArguments
 from hf_posswap.training.checkpoints import STATE
 from hf_posswap.training.checks import check_documents_apart, check_parallelism
 from hf_posswap.training.data import IGNORED, Batches, read_documents, tokenize
+from hf_posswap.training.flops import peak_tflops
 from hf_posswap.training.log import TrainingLog
 from hf_posswap.training.loop import finetune, load, load_teacher
 from hf_posswap.training.loss import chunk_loss
@@ -325,6 +327,39 @@ def test_mixed_precision_trains_float32_weights_near_the_plain_run(arguments, to
     # and this process can go back to full precision
     third = finetune(llama(), tokenizer, replace(arguments, output_dir=arguments.output_dir + "-3"))
     assert losses(third) == losses(plain)
+
+
+def test_mfu_is_the_operations_of_a_step_against_the_peak_that_was_given(arguments, tokenizer):
+    """By hand: 2 for each weight of a linear layer and a token, 4 S E for attention, and twice that in the backward."""
+    model = llama(attn_implementation="eager")
+    log = finetune(model, tokenizer, replace(arguments, max_steps=3, peak_tflops=1e-4, save_steps=0))
+    layers = sum(m.weight.numel() for m in model.model.modules() if isinstance(m, torch.nn.Linear))
+    expected = 6 * layers + 6 * model.lm_head.weight.numel() * (BLOCK - 1) / BLOCK + 2 * 3 * 4 * BLOCK * 32
+    for entry in log.entries:
+        assert entry["mfu"] * 1e8 / entry["tokens_per_second"] == pytest.approx(expected, rel=0.01)
+    assert log.peak_tflops == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "dtype", "given", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", torch.float32, None, 989),
+        ("NVIDIA H100 PCIe", "no", torch.bfloat16, None, 756),
+        ("NVIDIA L40S", "fp16", torch.float32, None, 362),
+        ("NVIDIA L4", "bf16", torch.float32, None, 121),
+        ("NVIDIA L40", "bf16", torch.float32, None, None),
+        ("NVIDIA H100 80GB HBM3", "no", torch.float32, None, None),
+        ("NVIDIA H100 80GB HBM3", "no", torch.float32, 60.0, 60),
+    ],
+)
+def test_the_peak_of_a_device_is_known_or_given_and_never_guessed(
+    name, precision, dtype, given, peak, monkeypatch, arguments
+):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    accelerator = SimpleNamespace(device=torch.device("cuda"), mixed_precision=precision)
+    assert peak_tflops(accelerator, llama().to(dtype), replace(arguments, peak_tflops=given)) == peak
+    accelerator.device = torch.device("cpu")
+    assert peak_tflops(accelerator, llama().to(dtype), replace(arguments, peak_tflops=given)) == given
 
 
 def test_a_masked_model_learns(arguments, bert_tokenizer):
@@ -703,7 +738,7 @@ def test_log_says_nothing_of_where_the_files_were(arguments, tokenizer):
         ({"dataset_name": "x"}, "give exactly one of"),
         (
             {"train_dir": None, "image_dir": "x"},
-            "image_dir='x' is not for LlamaForCausalLM, which reads text; leave it out",
+            "image_dir='x' is not for LlamaForCausalLM, which reads text, a token at a time; leave it out",
         ),
         ({"label_column": "class"}, "label_column='class' is not for LlamaForCausalLM"),
         ({"file_pattern": "*.txt"}, r"train_dir=.* no file that matches file_pattern='\*.txt'; it holds \*.py"),

@@ -206,6 +206,13 @@ class FinetuneArguments:
             "the same command, given again after an interruption, goes on.",
         ),
     )
+    peak_tflops: float | None = field(
+        default=None,
+        metadata=_help(
+            "10**12 operations a second that the device could do, for `mfu` in the log. Not needed of the GPUs that",
+            "hf_posswap.training.flops knows, computing in 16 bits; of another, no mfu is logged without it.",
+        ),
+    )
     report_to: str | None = field(
         default=None, metadata=_help("A tracker that accelerate knows: tensorboard, wandb, ...")
     )
@@ -237,6 +244,7 @@ class FinetuneArguments:
         self._check("learning_rate", above=0)
         self._check("positions_learning_rate", above=0)
         self._check("max_start_loss", above=0)
+        self._check("peak_tflops", above=0)
         self._check("distil", at_least=0, at_most=1)
         self._check("distil_temperature", above=0)
         self._check("contrast_temperature", above=0)

@@ -32,6 +32,7 @@ FREE = frozenset(
         "gradient_checkpointing",
         "max_start_loss",
         "logging_steps",
+        "peak_tflops",
         "save_steps",
         "resume_from_checkpoint",
         "report_to",
@@ -64,9 +65,11 @@ class TrainingLog:
     wall_seconds: loading of data, checkpoints and earlier parts of a resumed run included. peak_memory_gib: the most
     that the main process held, on its accelerator where it has one.
 
+    peak_tflops: what one process' device could do, in 10**12 operations a second, where that is known.
+
     entries: one dict per logged step: step, loss (the mean over the targets of that step's global batch), task_loss
     (what is in it of the task itself, where a teacher has a share too), learning_rate, grad_norm (before clipping),
-    tokens_per_second (input tokens, since the entry before).
+    tokens_per_second (input tokens, since the entry before), mfu (the share of peak_tflops that was used).
     """
 
     arguments: dict[str, Any]
@@ -82,6 +85,7 @@ class TrainingLog:
     longest_document: int
     global_batch_size: int
     unit: str = "nats per token"
+    peak_tflops: float | None = None
     command: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     hardware: dict[str, Any] = field(default_factory=dict)

@@ -46,6 +46,7 @@ from .checkpoints import (
 from .checks import check_documents_apart, check_parallelism, check_positions_spread, find_objective
 from .data import Batches
 from .distil import Teacher
+from .flops import Meter, peak_tflops
 from .log import FILE as LOG
 from .log import TrainingLog, without_paths
 from .pictures import PictureBatches
@@ -210,6 +211,7 @@ def _prepare(
         trained_parameters=model.num_parameters(only_trainable=True),
         objective=batches.objective,
         unit=batches.unit,
+        peak_tflops=peak_tflops(accelerator, model, arguments),
         chunked_loss=chunked,
         corpus_tokens=blocks.tokens,
         rows=len(blocks),
@@ -240,6 +242,7 @@ def _prepare(
         batches=batches,
         arguments=arguments,
         log=log,
+        meter=Meter(log.peak_tflops and log.peak_tflops * 1e12 * accelerator.num_processes),
         teacher=guide,
         started=started,
     )
@@ -256,6 +259,7 @@ class _Run:
     batches: Batches
     arguments: FinetuneArguments
     log: TrainingLog
+    meter: Meter
     teacher: Teacher | SentenceTeacher | None
     started: float
 
@@ -315,6 +319,7 @@ class _Run:
                 bar.update()
                 if log.steps % arguments.logging_steps == 0 or log.steps == arguments.max_steps:
                     entry["tokens_per_second"] = round(tokens / seconds, 1)
+                    entry |= self.meter.share(tokens / seconds)
                     log.entries.append(entry)
                     accelerator.log({name: value for name, value in entry.items() if name != "step"}, step=log.steps)
                     seconds = tokens = 0
@@ -327,22 +332,25 @@ class _Run:
         accelerator, arguments = self.accelerator, self.arguments
         batches = self.batches.of_process(self.log.steps, accelerator.process_index, accelerator.num_processes)
         counts = [self.batches.targets(batch) for batch in batches]
-        sums = torch.tensor([sum(counts), sum(map(self.batches.tokens, batches))], device=accelerator.device)
-        targets, tokens = accelerator.reduce(sums).tolist()
+        read = sum(map(self.batches.tokens, batches))
+        targets, tokens = accelerator.reduce(torch.tensor([sum(counts), read], device=accelerator.device)).tolist()
         # accelerate divides by A in `backward`, and the gradients of W processes are averaged
         undo_means = accelerator.num_processes * arguments.gradient_accumulation_steps
         options = {"use_cache": False} if self.log.objective == "causal" else {}
         totals = torch.zeros(2, device=accelerator.device)  # what is minimised, and the task's cross-entropy
-        for batch, count in zip(batches, counts, strict=True):
-            batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
-            with accelerator.accumulate(self.model):
-                if self.teacher is not None:
-                    with accelerator.autocast():
-                        options["taught"] = self.teacher.read(batch)
-                output = self.model(**batch, **options)
-                share = output.loss * (count / targets)
-                accelerator.backward(share * undo_means)
-                totals += torch.stack([share.detach(), output.get("task", output.loss).detach() * (count / targets)])
+        with self.meter.counting(self.batches.length(self.log.steps), read):
+            for batch, count in zip(batches, counts, strict=True):
+                batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+                with accelerator.accumulate(self.model):
+                    if self.teacher is not None:
+                        with accelerator.autocast():
+                            options["taught"] = self.teacher.read(batch)
+                    output = self.model(**batch, **options)
+                    share = output.loss * (count / targets)
+                    accelerator.backward(share * undo_means)
+                    totals += torch.stack(
+                        [share.detach(), output.get("task", output.loss).detach() * (count / targets)]
+                    )
         loss, task = accelerator.reduce(totals).tolist()
         self._check_loss(loss, task, batches)
         # without a limit the norm is still wanted for the log
