@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import demo
@@ -15,6 +16,7 @@ import longrope_study
 import numpy as np
 import pytest
 import recovery_study
+import torch
 from PIL import Image
 
 from hf_posswap import PosSwapError
@@ -155,29 +157,29 @@ def test_the_recovery_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch
 # --- pages of documents
 
 
-@pytest.mark.parametrize("kind", document_study.PAGES)
-@pytest.mark.parametrize("seed", range(0, 40, 3))
-def test_a_words_label_and_an_answer_are_told_by_the_layout_alone(kind: str, seed: int):
-    page = document_study.PAGES[kind]("labels", seed)
-    heads = {box[0]: word for word, box in zip(page.ids, page.boxes, strict=True) if box[1] == 0}
-    assert len(heads) == len(document_study.KINDS)
-    for word, box, label in zip(page.ids, page.boxes, page.labels, strict=True):
-        if box[1] > 0:
-            assert document_study.VOCABULARY[word] in document_study.WORDS
-            assert document_study.VOCABULARY[heads[box[0]]] == document_study.KINDS[label]
-    asking = document_study.PAGES[kind]("answers", seed)
-    assert document_study.VOCABULARY[asking.ids[asking.start]] == "total"
-    (head,) = [place for place in range(2, len(asking.ids)) if asking.ids[place] == asking.ids[1]]
-    assert asking.boxes[head][0] == asking.boxes[asking.start][0]
-    for one in (page, asking):
-        assert (len(one.ids) <= 512) == (kind == "short")
-        assert len(one.ids) <= document_study.EXTENDED
-        assert all(0 <= x0 <= x1 <= 1000 and 0 <= y0 <= y1 <= 1000 for x0, y0, x1, y1 in one.boxes)
-    assert kind == "short" or asking.start >= 512
+@pytest.mark.parametrize("lines", [*document_study.SHORT, *document_study.LONG])
+@pytest.mark.parametrize("seed", range(0, 12, 3))
+def test_a_words_label_and_an_answer_are_told_by_the_layout_alone(lines: int, seed: int):
+    page = document_study.make_page(seed, lines)
+    words = [document_study.VOCABULARY[i] for i in page.ids]
+    columns, said = len(document_study.KINDS), [document_study.KINDS[kind] for kind in page.kinds]
+    heads = {box[0]: word for word, box in zip(words[:columns], page.boxes, strict=False)}
+    assert sorted(heads.values()) == sorted(document_study.KINDS)
+    assert said == [heads[x0] for x0, *_ in page.boxes]
+    assert {*words[columns:-columns]} <= {*document_study.CELLS}
+    assert {*words[-columns:]} <= {*document_study.SUMS}
+    assert page.boxes == sorted(page.boxes, key=lambda box: (box[1], box[0]))
+    assert all(0 <= x0 < x1 <= 1000 and 0 <= y0 < y1 <= 1000 for x0, y0, x1, y1 in page.boxes)
+    asking = page.with_question()
+    assert document_study.VOCABULARY[asking.ids[1]] == heads[asking.boxes[asking.answer][0]]
+    assert asking.ids[asking.answer] in asking.ids[-columns:]
+    long = lines in document_study.LONG
+    assert (len(asking.ids) > document_study.TRAINED) == (asking.answer >= document_study.TRAINED) == long
+    assert len(asking.ids) <= document_study.EXTENDED
 
 
 def test_windows_read_every_word_and_begin_with_the_question():
-    page = document_study.long_page("answers", 0)
+    page = document_study.make_page(0, 120).with_question()
     cut = document_study.windows(page, 512, 2)
     assert all(window[:2] == [0, 1] and len(window) <= 512 for window in cut)
     assert sorted({place for window in cut for place in window}) == list(range(len(page.ids)))
@@ -187,8 +189,22 @@ def test_the_documented_pages_are_what_was_measured():
     folder = ROOT / "docs" / "documents"
     results = json.loads((folder / "results.json").read_text())
     assert (folder / "table.md").read_text() == document_study.table(results)
+    assert min(*results["trained"]["labels"].values(), *results["trained"]["answers"].values()) > 0.95
+    found = {(cell["task"], cell["route"]): cell for cell in results["cells"]}
     for name in document_study.ROUTES:
-        assert results["labels"][name]["tuned"]["beyond"] > results["labels"]["windows of 512"]["untuned"]["beyond"]
+        assert found["labels", name]["tuned"]["beyond"] > 0.9 > found["labels", "windows of 512"]["untuned"]["beyond"]
+    for task, where in (("labels", "beyond"), ("answers", "answers")):
+        assert found[task, document_study.DRAWN]["untuned"][where] > 0.95
+
+
+def test_a_small_document_study_goes_on_where_it_was(tmp_path: Path):
+    given = document_study.StudyArguments(output_dir="", work_dir=str(tmp_path), steps=1, tune_steps=1, pages=1)
+    study = document_study.Study(given)
+    cut, swapped = study.cell("answers", "cut at 512"), study.cell("labels", "alibi")
+    again = document_study.Study(given)
+    assert [again.cell("answers", "cut at 512"), again.cell("labels", "alibi")] == [cut, swapped]
+    assert cut["untuned"] == {"answers": 0}
+    assert swapped["untuned"].keys() == swapped["tuned"].keys() == {"to 512", "beyond"}
 
 
 @pytest.mark.parametrize("scale", [1, 3])
@@ -204,12 +220,32 @@ def test_the_class_of_a_drawn_picture_is_where_the_blue_disc_stands(scale: int, 
 
 
 def test_a_small_image_study_goes_on_where_it_was(tmp_path: Path):
-    sizes = {"train_pictures": 64, "tune_pictures": 16, "test_pictures": 8, "steps": 1, "tune_steps": 1, "layers": 1}
-    given = image_study.StudyArguments(
-        output_dir="", run=str(tmp_path), width=32, scales=[2], schemes=["nope"], **sizes
-    )
+    sizes = {"train_pictures": 64, "tune_pictures": 16, "test_pictures": 8, "steps": 1, "layers": 1, "width": 32}
+    given = image_study.StudyArguments(output_dir="", work_dir=str(tmp_path), scales=[2], schemes=["nope"], **sizes)
     study = image_study.Study(given)
-    found = [study.base_cell(), study.cell("nope", 2)]
-    assert image_study.Study(given).cell("nope", 2) == found[1]
-    shares = [f"{found[1][when]:.3f}" for when in ("untuned", "tuned")]
-    assert f"| nope | {' | '.join(shares)} |" in image_study.table(found, given)
+    results = {"arguments": asdict(given), "base": study.base_cell(), "rate": study.rate()}
+    cell = study.cell("nope", 2)
+    assert image_study.Study(given).cell("nope", 2) == cell
+    assert image_study.Study(given).rate() == results["rate"]
+    shares = [f"{100 * cell[when]:.1f} %" for when in ("untuned", "tuned")]
+    assert f"| nope | {' | '.join(shares)} |" in image_study.table(results | {"cells": [cell]})
+
+
+@pytest.mark.parametrize(
+    ("tuned", "chosen"),
+    [
+        ({1e-4: 0.9, 3e-4: 0.9, 1e-3: 0.8}, 3e-4),
+        ({1e-4: 0.8, 3e-4: 0.9, 1e-3: 0.95}, 1e-3),
+        ({1e-4: 0.8, 3e-4: 0.7, 1e-3: 0.1}, 1e-4),
+    ],
+)
+def test_the_rate_is_the_greatest_that_does_no_harm(tuned: dict, chosen: float):
+    assert image_study.harmless(0.9, tuned) == chosen
+
+
+def test_a_mosaic_shows_each_patch_in_its_place():
+    """Of vectors at right angles: a patch is like itself alone."""
+    shown = image_study.mosaic(torch.eye(12 * 12), 12)
+    tiles = shown.reshape(6, 13, 6, 13).transpose(1, 2)[:, :, :12, :12].flatten(0, 1).flatten(1)
+    assert tiles.argmax(1).tolist() == [12 * y + x for y in range(1, 12, 2) for x in range(1, 12, 2)]
+    assert (tiles.sum(1) == 1).all()
