@@ -86,8 +86,9 @@ def resize_picture(new: Plan, table: TableSite) -> None:
         _resize_bias(new, grid)
     _write_sizes(new, table, grid, patch)
     new.set_config("num_channels", channels)
+    around, old = {*table.owner.modules()}, getattr(new.anatomy.config, "patch_size", None)
     for path, module in new.anatomy.text_modules():  # BEiT's layers count patches by themselves
-        if "patch_size" in vars(module) and all(module is not inner for inner in table.owner.modules()):
+        if old is not None and vars(module).get("patch_size") == old and module not in around:
             new.replace(module, "patch_size", new.text.patch_size, path)
     path, convolution = patch_convolution(new.anatomy, table)
     kernel = rechannel_kernel(resize_kernel(convolution.weight.detach(), patch), channels)
