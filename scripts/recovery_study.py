@@ -291,16 +291,17 @@ class Subject:
         if cell.fits and name in INIT_FITS:
             params = params | {"init": "fit"}
         elif cell.fits:
-            params = params | {"fit": self.calibration(cell.seed)}
+            params = params | {"fit": self.calibration(model, cell.seed)}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RecalibrationWarning)
             return patch_model(model, name, **params)
 
-    def calibration(self, seed: int) -> list[Any]:
+    def calibration(self, model: Any, seed: int) -> list[Any]:
         """FIT_TOKENS of training text, in batches."""
         from hf_posswap.training.data import calibration
 
-        return calibration(self.training(Cell(self.name, "", "", seed), "", 1), self.tokenizer, self.length, FIT_TOKENS)
+        arguments = replace(self.training(Cell(self.name, "", "", seed), "", 1), fit_tokens=FIT_TOKENS)
+        return calibration(model, self.tokenizer, arguments)
 
     def training(self, cell: Cell, folder: str, steps: int) -> Any:
         from hf_posswap.evaluation.recovery import SCRATCH

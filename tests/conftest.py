@@ -41,14 +41,20 @@ def by_id(rows):
     return pytest.mark.parametrize("row", rows, ids=lambda row: row.id)
 
 
-def first_of_each_scheme(rows):
-    """Parametrise a slow law: one row of each scheme in every run, the others in `make test-long`."""
-    seen = set()
-    marked = [
-        pytest.param(row, marks=[] if row.scheme not in seen and not seen.add(row.scheme) else pytest.mark.long)
-        for row in rows
-    ]
-    return pytest.mark.parametrize("row", marked, ids=lambda row: row.id)
+def first_of_each(*names):
+    """Parametrise a slow law: in every run the first row of each scheme (of each of these attributes), the others in
+    `make test-long`.
+    """
+
+    def parametrised(rows):
+        seen, marked = set(), []
+        for row in rows:
+            found = {(name, getattr(row, name)) for name in names}
+            marked.append(pytest.param(row, marks=[pytest.mark.long] if found <= seen else []))
+            seen |= found
+        return pytest.mark.parametrize("row", marked, ids=lambda row: row.id)
+
+    return parametrised
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from transformers import StaticCache
 
 from hf_posswap import RecalibrationWarning, patch_model, unpatch_model
 
-from .conftest import by_id, first_of_each_scheme
+from .conftest import by_id, first_of_each
 from .families import PAD, VOCAB, tokens
 from .rows import (
     ADDED_ROWS,
@@ -304,7 +304,7 @@ def test_copies_are_patched_and_apart(row: Row, copier):
 # --- 14 compile
 
 
-@first_of_each_scheme([row for row in ROWS if row.static and row.compiles])
+@first_of_each("scheme")([row for row in ROWS if row.static and row.compiles])
 def test_compiles_to_one_graph_for_any_length(row: Row):
     torch._dynamo.reset()
     model = row.patched()

@@ -20,11 +20,12 @@ from hf_posswap import PosSwapError, describe, from_pretrained, patch_model, pro
 from hf_posswap.patching import record_of
 from hf_posswap.saving import unswapped
 
-from .conftest import by_id
+from .conftest import by_id, first_of_each
 from .families import FAMILIES, tokens
 from .rows import ROTARY_ROWS, ROWS, SILENT_ROWS, Row, logits, moved
 
 FRESH = Path(__file__).with_name("reload.py")
+of_rows = first_of_each("scheme", "family")  # a row is saved once and loaded five times
 
 
 def folder_name(row: Row) -> str:
@@ -32,11 +33,19 @@ def folder_name(row: Row) -> str:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
-    """Every row patched, what it added moved as by training, saved with its logits, then loaded by fresh processes."""
+def rows(request) -> list[Row]:
+    """Those that the tests of this file chosen for this run ask for."""
+    calls = [getattr(item, "callspec", None) for item in request.session.items if item.module is request.module]
+    chosen = {call.params["row"].id for call in calls if call is not None and "row" in call.params}
+    return [row for row in ROWS if row.id in chosen]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, rows: list[Row]) -> Path:
+    """Rows patched, what they added moved as by training, saved with their logits, then loaded by fresh processes."""
     root = tmp_path_factory.mktemp("checkpoints")
     shutil.copy(Path(__file__).with_name("detectron.py"), root / "before.py")
-    for row in ROWS:
+    for row in rows:
         model, inputs = moved(row.patched()), row.inputs()
         folder = root / folder_name(row)
         model.save_pretrained(folder)
@@ -58,20 +67,20 @@ def read(folder: Path, mode: str) -> torch.Tensor:
     return load_file(folder / f"{mode}.st")["logits"]
 
 
-@by_id([row for row in ROWS if row.native])
+@of_rows([row for row in ROWS if row.native])
 def test_stock_transformers_gives_the_same_logits(row: Row, saved: Path):
     folder = saved / folder_name(row)
     assert torch.equal(read(folder, "stock"), read(folder, "memory"))
 
 
-@by_id([row for row in ROWS if not row.native])
+@of_rows([row for row in ROWS if not row.native])
 def test_stock_transformers_never_loads_a_portable_checkpoint_wrongly(row: Row, saved: Path):
     folder = saved / folder_name(row)
     for mode in ("stock", "forced"):
         assert "load it with hf_posswap.from_pretrained" in (folder / f"{mode}.error").read_text()
 
 
-@by_id([row for row in ROWS if not row.native])
+@of_rows([row for row in ROWS if not row.native])
 def test_code_in_a_portable_checkpoint_gives_the_same_logits_and_is_saved_again(row: Row, saved: Path):
     folder = saved / folder_name(row)
     assert torch.equal(read(folder, "travel"), read(folder, "memory"))
@@ -79,7 +88,7 @@ def test_code_in_a_portable_checkpoint_gives_the_same_logits_and_is_saved_again(
         assert file.read_bytes() == (folder / file.name).read_bytes(), file.name
 
 
-@by_id([row for row in ROWS if not row.native])
+@of_rows([row for row in ROWS if not row.native])
 @pytest.mark.parametrize("mode", ["travel", "package"])
 def test_many_that_travelled_and_the_package_live_in_one_process(row: Row, mode: str, saved: Path):
     folder = saved / folder_name(row)
@@ -87,21 +96,21 @@ def test_many_that_travelled_and_the_package_live_in_one_process(row: Row, mode:
     assert torch.equal(read(folder, f"together-{mode}"), read(folder, "memory"))
 
 
-def test_code_that_travels_mentions_nothing_that_it_lacks(saved: Path):
+def test_code_that_travels_mentions_nothing_that_it_lacks(saved: Path, rows: list[Row]):
     files = list(saved.glob("*/modeling_posswap.py"))
-    assert len(files) == sum(not row.native for row in ROWS)
+    assert len(files) == sum(not row.native for row in rows)
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", "F,E9", *files]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
-@by_id(ROWS)
+@of_rows(ROWS)
 def test_package_gives_the_same_logits(row: Row, saved: Path):
     folder = saved / folder_name(row)
     assert torch.equal(read(folder, "package"), read(folder, "memory"))
 
 
-@by_id(ROWS)
+@of_rows(ROWS)
 def test_saving_again_gives_the_same_files(row: Row, saved: Path, tmp_path: Path):
     folder = saved / folder_name(row)
     from_pretrained(folder).save_pretrained(tmp_path)
@@ -109,7 +118,7 @@ def test_saving_again_gives_the_same_files(row: Row, saved: Path, tmp_path: Path
         assert file.read_bytes() == (folder / file.name).read_bytes(), file.name
 
 
-@by_id(ROWS)
+@of_rows(ROWS)
 def test_reloaded_is_described_probed_and_undone_as_in_memory(row: Row, saved: Path):
     model, inputs = from_pretrained(saved / folder_name(row)), row.inputs()
     in_memory = moved(row.patched())
@@ -134,7 +143,7 @@ WAYS = {
 }
 
 
-@by_id([row for row in ROWS if row.scheme in ("yarn", "dynamic", "nope", "sinusoidal", "learned")])
+@of_rows([row for row in ROWS if row.scheme in ("yarn", "dynamic", "nope", "sinusoidal", "learned")])
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_way_of_loading_rebuilds_every_buffer(row: Row, way: str, saved: Path):
     plain = from_pretrained(saved / folder_name(row))

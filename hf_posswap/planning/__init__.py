@@ -75,13 +75,14 @@ def choose_steps(
     """What silences and installs, site by site, in order."""
     page = [guard_page] if anatomy.page is not None else []
     page += [silence_spatial] if anatomy.biases.get(SPATIAL) == SILENCE else []
-    resized = [] if picture is None else [resize_table] if anatomy.tables else [resize_frames]
+    framed = picture is not None and not anatomy.tables
     if layers is not None:
+        resized = [] if picture is None else [resize_frames] if framed else [resize_table]
         return (*resized, plan_layers, *page)
     native, inside = anatomy.sites, scheme.sites_in_attention(anatomy.sites)
     replaced = (scheme.sites & native) - inside
     silenced = scheme.silences(native, anatomy.biases.get(RELATIVE))
-    steps: list[Step] = [] if anatomy.tables else resized
+    steps: list[Step] = [resize_frames] if framed else []
     if ROTARY in replaced:
         steps.append(install_rotary)
     if ROTARY in silenced:
@@ -97,7 +98,7 @@ def choose_steps(
         steps.append(resize_table)
     if BIAS in silenced and anatomy.bias.tables:
         steps.append(silence_bias)
-    if EMBED in scheme.sites - native and not (resized and not anatomy.tables and scheme.trainable):
+    if EMBED in scheme.sites - native and not (framed and scheme.trainable):
         steps.append(install_addition)
     turning = anatomy.turned is not None and not scheme.stacks
     if inside or turning or (BIAS in silenced and not anatomy.bias.tables):
