@@ -298,10 +298,10 @@ class Subject:
 
     def calibration(self, model: Any, seed: int) -> list[Any]:
         """FIT_TOKENS of training text, in batches."""
-        from hf_posswap.training.data import calibration
+        from hf_posswap.training.data import Batches
 
         arguments = replace(self.training(Cell(self.name, "", "", seed), "", 1), fit_tokens=FIT_TOKENS)
-        return calibration(model, self.tokenizer, arguments)
+        return Batches.calibration(model, self.tokenizer, arguments)
 
     def training(self, cell: Cell, folder: str, steps: int) -> Any:
         from hf_posswap.evaluation.recovery import SCRATCH

@@ -116,6 +116,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(folder: Path, tmp_path
 REFUSED = [
     ({}, {"block_size": 16}, r"block_size=16 is not for ViTForImageClassification, which reads pictures; leave it out"),
     ({}, {"packing": "documents"}, r"packing='documents' is not for ViT"),
+    ({}, {"fit_tokens": 64}, r"fit_tokens=64: ViTForImageClassification comes without a fitted swap; give `load` a"),
     ({}, {"mlm_probability": 0.3}, r"mlm_probability=0.3 is not for ViT"),
     ({}, {"objective": "causal"}, r"objective='causal' does not fit ViTForImageClassification; choose 'images'"),
     ({"num_labels": 3}, {}, r"has 2 classes \(left, right\), and ViTForImageClassification has 3"),

@@ -91,17 +91,6 @@ def pack(tokenized: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: Fine
     return WholeDocuments(tokenized, arguments.block_size, pad)
 
 
-def calibration(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: FinetuneArguments
-) -> list[Tensor]:
-    """Training text for `patch_model(fit=...)`: `fit_tokens` in rows of the trained length, in batches of 8 at most."""
-    length = trained_length(model)
-    rows = Blocks(tokenize(read_documents(arguments), tokenizer), length)
-    told = f"rows have {length} tokens, and the text fills {len(rows)} of them"
-    drawn = draw_rows(len(rows), length, arguments, told)
-    return list(torch.stack([torch.from_numpy(rows[i][0]) for i in drawn.tolist()]).split(8))
-
-
 def draw_rows(count: int, length: int, arguments: FinetuneArguments, told: str) -> Tensor:
     """Those of `count` rows that make `fit_tokens`, (N,), drawn by the seed. Raises PosSwapError where they make none,
     or there are fewer, with what is `told` of them.
@@ -170,8 +159,12 @@ class Batches:
 
     @classmethod
     def calibration(cls, model: PreTrainedModel, tokenizer: Any, arguments: FinetuneArguments) -> list[Tensor]:
-        """What `patch_model(fit=...)` reads of it."""
-        return calibration(model, tokenizer, arguments)
+        """For `patch_model(fit=...)`: `fit_tokens` in rows of the trained length, in batches of 8 at most."""
+        length = trained_length(model)
+        rows = Blocks(tokenize(read_documents(arguments), tokenizer), length)
+        told = f"rows have {length} tokens, and the text fills {len(rows)} of them"
+        drawn = draw_rows(len(rows), length, arguments, told)
+        return list(torch.stack([torch.from_numpy(rows[i][0]) for i in drawn.tolist()]).split(8))
 
     def check_count(self) -> None:
         """Raise PosSwapError where the text does not fill one global batch."""

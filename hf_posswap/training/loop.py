@@ -30,7 +30,7 @@ from ..checkpoint import from_pretrained
 from ..errors import PosSwapError, nearest
 from ..patching import carries, patch_model, record_of
 from ..pictures import Picture
-from ..record import KEY
+from ..record import FIT, KEY
 from ..runs import check_processes, peak_memory
 from ..scheme import Scheme, name_of, named
 from .arguments import FinetuneArguments
@@ -50,11 +50,13 @@ from .flops import Meter, peak_tflops
 from .log import FILE as LOG
 from .log import TrainingLog, without_paths
 from .pictures import PictureBatches
-from .sentences import SentenceBatches, SentenceTeacher
+from .sentences import SentenceBatches
 from .trained import Trained, trained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from .vectors import SentenceTeacher
 
 BATCHES: dict[str, type[Batches]] = {
     "causal": Batches,
@@ -131,7 +133,7 @@ def finetune(
     The model is taken as it is: patch it first. It ends on the device it was trained on. To resume, the model must
     be the checkpoint's own (`load` sees to it).
 
-    Every loss is the mean over all target tokens of a step's global batch, in nats: not a mean of the means of
+    Every loss is the mean over all targets of a step's global batch, in the log's `unit`: not a mean of the means of
     processes or forwards. The rows of a global batch are the same for any B, W and A with the same G.
 
     Raises PosSwapError for everything in the arguments, the text, the tokenizer or the model that does not fit,
@@ -148,6 +150,12 @@ def finetune(
             )
     objective = find_objective(model, arguments.objective)
     arguments = BATCHES[objective].check(model, tokenizer, arguments, objective)
+    record = record_of(model)
+    if arguments.fit_tokens and (record is None or FIT not in record.measured):
+        raise PosSwapError(
+            f"fit_tokens={arguments.fit_tokens}: {kind(model)} comes without a fitted swap; give `load` a scheme, or "
+            "patch_model fit="
+        )
     if bool(arguments.distil) != (teacher is not None):
         raise PosSwapError(f"distil={arguments.distil:g} and a teacher go together; one of them was given")
     if arguments.gradient_checkpointing and not model.supports_gradient_checkpointing:
