@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..anatomies.vit import pair
-from ..anatomy import Anatomy, kind
+from ..anatomy import Anatomy, kind, reads_pictures
 from ..edits import Hook, same
 from ..errors import PosSwapError
 from ..grid import Sight, look
@@ -27,7 +27,7 @@ AROUND = "around"  # in `measured`: tokens before and after the patches
 
 
 def is_image(anatomy: Anatomy) -> bool:
-    return anatomy.model.main_input_name == "pixel_values"
+    return reads_pictures(anatomy.model)
 
 
 def chosen_ndim(anatomy: Anatomy, scheme: Scheme, ndim: int | None) -> int | None:
