@@ -342,8 +342,8 @@ def _recovery(facts: Facts) -> str:
     study = facts.recovery
     return (
         "## Recovery\n\nThe same swap brought back in other ways, on the same text with the same optimiser: loss held "
-        f"out, in {study['unit']}; means over seeds [lowest, highest]. Before the swap it was {study['loss']:.3f}, at the "
-        f"trained length of {study['length']:,} tokens.\n\n{table(study['cells'], study['model'])}\n\n"
+        f"out, in {study['unit']}; means over seeds [lowest, highest]. Before the swap it was {study['loss']:.3f}, at "
+        f"the trained length of {study['length']:,} tokens.\n\n{table(study['cells'], study['model'])}\n\n"
         f"![Loss against tokens by recipe]({study['plot']})\n\nHardware: {study['hardware']['device']}. "
         f"Command: `{study['command']}`."
     )

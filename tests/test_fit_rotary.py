@@ -14,6 +14,8 @@ import transformers
 
 from hf_posswap import PosSwapError, describe, patch_model
 from hf_posswap.anatomy import examine
+from hf_posswap.patching import carries
+from hf_posswap.schemes.rope import Rope
 
 from .families import FAMILIES, LENGTH, VOCAB, pixels, tokens, with_page
 from .rows import logits
@@ -142,6 +144,16 @@ def test_what_is_not_given_is_chosen_and_recorded():
     assert half.config.posswap["params"]["partial_rotary_factor"] == 0.5
     slow = patch_model(FAMILIES["bert"].build(), "rope", rope_theta=1e6, fit=TEXT)
     assert slow.config.posswap["params"]["rope_theta"] == 1e6
+
+
+def test_the_same_swap_once_more_is_the_one_that_is_there():
+    """Also of a checkpoint, which a run that is resumed with the same command finds."""
+    model = patch_model(FAMILIES["bert"].build(), "rope", fit=TEXT)
+    before = logits(model, input_ids=TEXT[0])
+    assert carries(model, Rope(), None)
+    assert not carries(model, Rope(rope_theta=3e4), None)
+    assert torch.equal(logits(patch_model(model, "rope"), input_ids=TEXT[0]), before)
+    assert not torch.equal(logits(patch_model(model, "rope", rope_theta=3e4), input_ids=TEXT[0]), before)
 
 
 @pytest.mark.parametrize("pairing", ["halves", "interleaved"])
