@@ -26,7 +26,7 @@ from .planning.images import is_image, patch_embedding, trained_grid
 from .planning.plan import Plan, trained_length
 from .profile import Fit, Pairs, Tally
 from .record import FIT
-from .rotating import Module, choose, refuse_unturnable, write
+from .rotating import Heard, choose, refuse_unturnable, write
 from .scheme import registry
 from .sites import EMBED, RELATIVE
 
@@ -104,7 +104,7 @@ def _fit_rotation(
     contents = Contents(new, attached)
     tallies = listen(new, attached, inputs, pairs, also=contents.hear)
     modules = {
-        module: Module.of(contents.traces[module], tally.profile(), contents.ears[module].moments())
+        module: Heard.of(contents.traces[module], tally.profile(), contents.ears[module].moments())
         for module, tally in tallies.items()
     }
     new.scheme, rotation, waves = choose(new, [*modules.values()])

@@ -106,7 +106,7 @@ class Waves:
 
 
 @dataclass(frozen=True)
-class Module:
+class Heard:
     """What is known of one attention module: the rows that make its H queries and keys, the profile of its positions,
     and a basis of its contents.
     """
@@ -117,7 +117,7 @@ class Module:
     basis: Basis
 
     @classmethod
-    def of(cls, trace: TracingEar, profile: Profile, moments: Sequence[Tensor]) -> Module:
+    def of(cls, trace: TracingEar, profile: Profile, moments: Sequence[Tensor]) -> Heard:
         """moments: of queries and keys, as in `Basis.balanced`."""
         return cls(trace.queries, trace.keys, profile, Basis.balanced(*moments, group_of(trace.keys)))
 
@@ -143,7 +143,7 @@ def refuse_unturnable(new: Plan) -> None:
     refuse_quantised(new.anatomy.model, f"{new.scheme.name} with fit=")
 
 
-def choose(new: Plan, modules: Sequence[Module]) -> tuple[Scheme, Rotation, list[Waves]]:
+def choose(new: Plan, modules: Sequence[Heard]) -> tuple[Scheme, Rotation, list[Waves]]:
     """The scheme with the `partial_rotary_factor` and `rope_theta` that cost least, where they were not given; its
     rotation; and the waves of each module.
     """
@@ -183,7 +183,7 @@ def turning(rotation: Rotation) -> Tensor:
     return frequencies[frequencies != 0]
 
 
-def write(new: Plan, modules: Sequence[Module], rotation: Rotation, waves: Sequence[Waves]) -> None:
+def write(new: Plan, modules: Sequence[Heard], rotation: Rotation, waves: Sequence[Waves]) -> None:
     """Plan the weights that make queries and keys in the new basis, and the constants in the dimensions that turn."""
     count, half = len(turning(rotation)), rotation.frequencies.shape[-1]
     index = torch.arange(count)
