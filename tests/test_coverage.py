@@ -49,6 +49,17 @@ def test_a_lost_type_is_named():
     assert coverage.lost({name: record}, {}) == []
 
 
+def test_tasks_that_were_not_run_stay_as_they_were():
+    committed, one = REPORT | {"transformers": transformers.__version__}, {"not built": "for a test"}
+    found = coverage.beside(committed, {"image/vit": one}, ["image"])
+    assert found.pop("image/vit") == one
+    names = {f"{task}/{model_type}" for task, model_type in coverage.every() if task != "image"}
+    assert found.keys() == names & committed["types"].keys()
+    assert all(record == committed["types"][name] for name, record in found.items())
+    with pytest.raises(ValueError, match="run all tasks"):
+        coverage.beside(committed | {"transformers": "0"}, {}, ["image"])
+
+
 def test_the_table_is_whole_and_has_no_third_outcome():
     assert not [name for name, record in REPORT["types"].items() if coverage.verdict(record) == coverage.WRONG]
     for task, count in REPORT["summary"].items():

@@ -493,7 +493,9 @@ def summary(records: list[dict[str, Any]], task: str) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Build everything, print a line for each type and the counts, and write the records."""
-    parser = argparse.ArgumentParser(description="Build a tiny instance of every text and image model type.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description="Build a tiny instance of every text and image model type.", allow_abbrev=False
+    )
     parser.add_argument("--output", type=Path, help="where to write the records, as JSON")
     parser.add_argument("--task", choices=list(TASKS), action="append", help="only this task; may be repeated")
     options = parser.parse_args(arguments)
