@@ -128,7 +128,8 @@ def _trained_length(anatomy: Anatomy) -> int:
 def _original_length(anatomy: Anatomy, record: Record | None) -> int:
     table = anatomy.table
     if table is None and is_image(anatomy):
-        return math.prod(trained_grid(anatomy))
+        framed = record is not None and record.picture is not None
+        return math.prod(_original_grid(anatomy, record) if framed else trained_grid(anatomy))
     if table is None:
         return _original(anatomy, record, "max_position_embeddings") or 0
     if table.grid is not None:
@@ -139,7 +140,7 @@ def _original_length(anatomy: Anatomy, record: Record | None) -> int:
 def _original_grid(anatomy: Anatomy, record: Record | None) -> list[int]:
     """Patches along each axis that the config said before the swap."""
     said = {key: _original(anatomy, record, key) for key in CONFIG_KEYS}
-    if len(anatomy.table.grid) == 3:
+    if anatomy.table is not None and len(anatomy.table.grid) == 3:
         sizes, sides = (said["num_frames"], *pair(said["image_size"])), said["tubelet_size"]
     else:
         sizes, sides = pair(said["image_size"]), pair(said["patch_size"])
@@ -286,6 +287,8 @@ def _describe_added(anatomy: Anatomy, record: Record | None) -> Iterator[SiteDes
     if record is None:
         return
     scheme = scheme_of(record)
+    if scheme.adds_nothing(anatomy.sites, record.picture is not None):
+        return
     there = anatomy.known | ({ROTARY} if anatomy.turning else set())
     for site in (EMBED, ROTARY, BIAS):
         if site in scheme.sites - there:
@@ -304,7 +307,8 @@ def silenced(anatomy: Anatomy, record: Record | None, site: str) -> bool:
     if record is None:
         return False
     scheme = scheme_of(record)
-    return site in scheme.silences(anatomy.sites, record.biases.get(RELATIVE)) - scheme.sites
+    reframed = record.picture is not None
+    return site in scheme.silences(anatomy.sites, record.biases.get(RELATIVE), reframed) - scheme.sites
 
 
 def _number(value: Any) -> str:

@@ -263,7 +263,7 @@ def _replaced_sites(anatomy: Anatomy, record: Record) -> frozenset[str]:
     scheme, native = scheme_of(record), anatomy.sites
     replaced = frozenset() if record.picture is None else frozenset({EMBED, BIAS})
     if record.layers is None:
-        replaced |= scheme.silences(native, record.biases.get(RELATIVE))
+        replaced |= scheme.silences(native, record.biases.get(RELATIVE), record.picture is not None)
         replaced |= frozenset() if scheme.stacks else (scheme.sites & native) - scheme.sites_in_attention(native)
     numbers = {EMBED: anatomy.tables, BIAS: anatomy.bias is not None and anatomy.bias.tables, ROTARY: True}
     lost = frozenset(site for site in replaced if numbers.get(site))
@@ -272,7 +272,8 @@ def _replaced_sites(anatomy: Anatomy, record: Record) -> frozenset[str]:
 
 def silent_biases(anatomy: Anatomy, record: Record) -> list[BiasTable]:
     """The tables of biases, in tokens and on the page, that a recorded swap silenced."""
-    silenced = scheme_of(record).silences(anatomy.sites, record.biases.get(RELATIVE))
+    reframed = record.picture is not None
+    silenced = scheme_of(record).silences(anatomy.sites, record.biases.get(RELATIVE), reframed)
     tables = anatomy.bias.tables.items() if BIAS in silenced and anatomy.bias is not None else ()
     found = [table for path, table in tables if anatomy.is_in(path, record.layers)]
     spatial = anatomy.page.spatial if record.biases.get(SPATIAL) == SILENCE else {}

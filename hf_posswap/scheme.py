@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from .errors import PosSwapError, nearest
 from .sites import (
     BIAS,
+    EMBED,
     KEEP,
     ROTARY,
     BiasChange,
@@ -66,16 +67,22 @@ class Scheme:
         turned = self.in_attention or ROTARY not in native
         return self.sites & ({BIAS, ROTARY} if turned else {BIAS})
 
-    def silences(self, native: frozenset[str], relative_bias: str | None = None) -> frozenset[str]:
+    def silences(
+        self, native: frozenset[str], relative_bias: str | None = None, reframed: bool = False
+    ) -> frozenset[str]:
         """Those of a model's own sites that stop; like for like leaves the others alone.
 
-        relative_bias: what was decided of its bias, KEEP or SILENCE.
+        relative_bias: what was decided of its bias, KEEP or SILENCE. reframed: it reads another picture from now on.
         """
         replaced = (self.sites & native) - self.sites_in_attention(native)
-        silent = frozenset() if replaced or self.stacks else native
+        silent = frozenset() if replaced or self.stacks or self.adds_nothing(native, reframed) else native
         if relative_bias is None:
             return silent
         return silent - {BIAS} if relative_bias == KEEP else silent | {BIAS}
+
+    def adds_nothing(self, native: frozenset[str], reframed: bool) -> bool:
+        """Whether it is a table's scheme for a model without one, that was given to have it read another picture."""
+        return reframed and self.trainable and EMBED not in native
 
     @property
     def recomputable(self) -> bool:

@@ -269,6 +269,43 @@ def test_dinov3s_own_rotation_made_again_is_the_unpatched_model(image: tuple[int
     assert (states(model, image) - before).abs().max() > 1e-3
 
 
+OTHER_PICTURES = [
+    ({"patch_size": 4}, 32, 3, 64),
+    ({"patch_size": (4, 8)}, 32, 3, 32),
+    ({"image_size": 64}, 64, 3, 64),
+    ({"image_size": (32, 64), "patch_size": 16}, (32, 64), 3, 8),
+    ({"num_channels": 1}, 32, 1, 16),
+    ({"patch_form": "linear"}, 32, 3, 16),
+]
+
+
+@pytest.mark.parametrize(("asked", "size", "channels", "patches"), OTHER_PICTURES, ids=str)
+def test_dinov3_reads_other_pictures_and_turns_as_before(asked: dict, size, channels: int, patches: int, tmp_path):
+    """What stock transformers makes of the checkpoint is what the patched model does, and no position is lost."""
+    model, image = built("dinov3", 2), pixels(size, channels)
+    before = states(model, pixels(32))
+    found = states(patch_model(model, "learned2d", **asked), image)
+    assert found.shape[1] == 4 + patches
+    assert f"length   {f'16 -> {patches}' if patches != 16 else 16}\n" in str(describe(model))
+    assert "rotary2d rope2d     " in str(describe(model))
+    assert probe(model).knows_order
+    model.save_pretrained(tmp_path)
+    close(states(transformers.DINOv3ViTModel.from_pretrained(tmp_path).eval(), image), found)
+    close(states(from_pretrained(tmp_path).eval(), image), found)
+    assert torch.equal(states(unpatch_model(model), pixels(32)), before)
+
+
+@pytest.mark.parametrize("scheme", ["nope", "rope2d", "bias2d"])
+def test_dinov3_takes_patches_and_a_scheme_at_once(scheme: str, tmp_path):
+    model, image = built("dinov3", 2), pixels(64)
+    before = states(model, image)
+    found = states(patch_model(model, scheme, image_size=64, patch_size=16), image)
+    assert found.shape[1] == 4 + 16
+    model.save_pretrained(tmp_path)
+    close(states(from_pretrained(tmp_path).eval(), image), found)
+    assert torch.equal(states(unpatch_model(model), image), before)
+
+
 def pixtral():
     torch.manual_seed(0)
     sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "intermediate_size": 96, "num_hidden_layers": 2}

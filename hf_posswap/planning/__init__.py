@@ -81,7 +81,7 @@ def choose_steps(
         return (*resized, plan_layers, *page)
     native, inside = anatomy.sites, scheme.sites_in_attention(anatomy.sites)
     replaced = (scheme.sites & native) - inside
-    silenced = scheme.silences(native, anatomy.biases.get(RELATIVE))
+    silenced = scheme.silences(native, anatomy.biases.get(RELATIVE), picture is not None)
     steps: list[Step] = [resize_frames] if framed else []
     if ROTARY in replaced:
         steps.append(install_rotary)
@@ -98,7 +98,7 @@ def choose_steps(
         steps.append(resize_table)
     if BIAS in silenced and anatomy.bias.tables:
         steps.append(silence_bias)
-    if EMBED in scheme.sites - native and not (framed and scheme.trainable):
+    if EMBED in scheme.sites - native and not scheme.adds_nothing(native, framed):
         steps.append(install_addition)
     turning = anatomy.turned is not None and not scheme.stacks
     if inside or turning or (BIAS in silenced and not anatomy.bias.tables):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -78,8 +79,8 @@ def silence_turning(new: Plan, scheme: Scheme) -> None:
     """The module that hands all layers their rotation hands them none."""
     for path, module in new.anatomy.turning.items():
         new.edits.append(Hook(module, unturned, path, after=True))
-    rows, columns = trained_grid(new.anatomy)
-    new.length = rows * columns
+    framed = frames(new.anatomy)
+    new.length = math.prod(sizes(new, framed[0])[0] if framed else trained_grid(new.anatomy))
     new.guard()
     new.storage = PORTABLE
     new.effective = True

@@ -33,31 +33,42 @@ def sizes(new: Plan, table: TableSite) -> tuple[Size | None, Size | None]:
 
 
 def frames(anatomy: Anatomy) -> list[TableSite]:
-    """What can read patches of another picture: every table of them, or where BEiT would have one, which holds none."""
+    """What can read patches of another picture: every table of them, or where there would be one: BEiT's and DINOv3's
+    embeddings, which hold none.
+    """
     if anatomy.tables:
         return [table for table in anatomy.tables if table.grid is not None]
-    found = []
+    found, config = [], anatomy.config
     for path, owner in anatomy.text_modules():
         patches = getattr(owner, "patch_embeddings", None)
         if getattr(owner, "position_embeddings", owner) is None and hasattr(patches, "num_patches"):
-            size, patch = pair(patches.image_size), pair(patches.patch_size)
-            grid = size[0] // patch[0], size[1] // patch[1]
-            where = f"{path}.position_embeddings".lstrip(".")
-            config = anatomy.config
-            found.append(TableSite("vit", where, owner, "position_embeddings", 0, True, config, grid=grid, patch=patch))
+            size, patch, name = pair(patches.image_size), pair(patches.patch_size), "position_embeddings"
+        elif anatomy.turning and isinstance(patches, nn.Conv2d) and is_patch_convolution(patches):
+            size, patch, name = pair(config.image_size), patches.kernel_size, "patch_embeddings"
+        else:
+            continue
+        grid = size[0] // patch[0], size[1] // patch[1]
+        where = f"{path}.{name}".lstrip(".")
+        found.append(TableSite("vit", where, owner, name, 0, True, config, grid=grid, patch=patch))
     return found
 
 
 def resize_frames(new: Plan, scheme: Scheme) -> None:
     """A model without a table, for a picture of another size: what it computed from the old one, and its own biases.
 
-    Raises PosSwapError for a table's scheme where these do not stay: nothing of it would be left.
+    Raises PosSwapError for a table's scheme where these do not stay: nothing of it would be left. A rotation of its own
+    stays with such a scheme.
     """
-    if scheme.trainable and (new.anatomy.biases.get(RELATIVE) != KEEP or scheme.given()):
+    silent = new.anatomy.bias is not None and new.anatomy.biases.get(RELATIVE) != KEEP
+    if scheme.trainable and (silent or scheme.given()):
+        has, kept = ("a rotation", "") if new.anatomy.turning else ("a bias", f", with {RELATIVE}_bias={KEEP!r}")
         raise PosSwapError(
-            f"{scheme}: {kind(new.anatomy.model)} has no table of positions, and a bias of its own; give {scheme.name} "
-            f"alone, with {RELATIVE}_bias={KEEP!r}, to have that resized"
+            f"{scheme}: {kind(new.anatomy.model)} has no table of positions, and {has} of its own; give {scheme.name} "
+            f"alone{kept}, to have that resized"
         )
+    for path, module in new.anatomy.turning.items():
+        for key, value in plain_state(type(module)(new.text)).items():
+            new.replace(module, key, value, path)
     for frame in frames(new.anatomy):
         resize_picture(new, frame)
         new.length = math.prod(sizes(new, frame)[0])
