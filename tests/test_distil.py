@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from hf_posswap import PosSwapError, patch_model
 from hf_posswap.training.data import IGNORED
-from hf_posswap.training.distil import Distillation, make_teacher
-from hf_posswap.training.loop import finetune, load, load_teacher
+from hf_posswap.training.distil import Distillation, load_teacher, make_teacher
+from hf_posswap.training.loop import finetune, load
 from hf_posswap.training.loss import chunk_loss
 
 from .small import BLOCK, SCRIPT, VOCABULARY, bert, flags, gemma2, gpt2, llama, losses, run

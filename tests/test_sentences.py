@@ -18,8 +18,9 @@ from transformers import BertModel
 from hf_posswap import PosSwapError, from_pretrained, patch_model
 from hf_posswap.card import card
 from hf_posswap.training.data import read_documents
+from hf_posswap.training.distil import load_teacher
 from hf_posswap.training.log import TrainingLog
-from hf_posswap.training.loop import finetune, load, load_teacher
+from hf_posswap.training.loop import finetune, load
 from hf_posswap.training.sentences import SentenceBatches, Texts
 from hf_posswap.training.vectors import SentenceLoss, embed_for_loss, make_sentence_teacher, padded
 
@@ -95,7 +96,7 @@ def test_a_text_that_the_teacher_cannot_read_at_once_has_the_mean_of_its_windows
     assert [len(window) for window in windows] == [16, 16, 12]
     total = sum(len(window) * alone(teacher, window, "mean") for window in windows)
     expected = torch.stack([alone(teacher, short, "mean"), F.normalize(total, dim=0)])
-    torch.testing.assert_close(guide.read(padded([short, long], PAD)).double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(guide.read(padded([short, long], PAD)).reached.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def batches_of(asked, tokenizer, size: int = 8) -> SentenceBatches:

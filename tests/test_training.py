@@ -36,9 +36,10 @@ from hf_posswap.training.arguments import FinetuneArguments
 from hf_posswap.training.checkpoints import STATE
 from hf_posswap.training.checks import check_documents_apart, check_parallelism
 from hf_posswap.training.data import IGNORED, Batches, read_documents, tokenize
+from hf_posswap.training.distil import load_teacher
 from hf_posswap.training.flops import peak_tflops
 from hf_posswap.training.log import TrainingLog
-from hf_posswap.training.loop import finetune, load, load_teacher
+from hf_posswap.training.loop import finetune, load
 from hf_posswap.training.loss import chunk_loss
 from hf_posswap.training.packing import Blocks
 

@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..anatomy import kind
+from ..checkpoint import from_pretrained
 from ..errors import PosSwapError
 from ..evaluation.subjects import trained_length
 from ..patching import record_of
+from .arguments import FinetuneArguments
 from .head import LogitsOf, is_plain, withheld
 
 if TYPE_CHECKING:
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Taught:
-    """What a teacher makes of a batch: what reaches its head, (B, K, E), and the states of its layers, where asked."""
+    """What a teacher makes of a batch: what reaches its head, (B, K, E), and the states of its layers, where asked; of
+    texts, their vectors (N, E).
+    """
 
     reached: Tensor
     layers: tuple[Tensor, ...] = ()
@@ -107,6 +111,19 @@ class Teacher:
         """Its head: the module itself where it lies there already, else a copy."""
         head = self.model.get_output_embeddings()
         return head if self.device == device else copy.deepcopy(head).to(device)
+
+
+def load_teacher(arguments: FinetuneArguments) -> PreTrainedModel | None:
+    """The model that teaches, None where nothing is distilled. Raises PosSwapError where there is none to load."""
+    if not arguments.distil:
+        return None
+    folder = arguments.teacher or arguments.model
+    if folder is None:
+        raise PosSwapError(f"distil={arguments.distil:g} needs a teacher; give the folder of the unpatched model")
+    try:
+        return from_pretrained(folder, dtype="auto")
+    except OSError as error:
+        raise PosSwapError(f"teacher={folder!r} cannot be loaded: {error}") from error
 
 
 def make_teacher(

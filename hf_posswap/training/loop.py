@@ -107,19 +107,6 @@ def load(
     return model, tokenizer
 
 
-def load_teacher(arguments: FinetuneArguments) -> PreTrainedModel | None:
-    """The model that teaches, None where nothing is distilled. Raises PosSwapError where there is none to load."""
-    if not arguments.distil:
-        return None
-    folder = arguments.teacher or arguments.model
-    if folder is None:
-        raise PosSwapError(f"distil={arguments.distil:g} needs a teacher; give the folder of the unpatched model")
-    try:
-        return from_pretrained(folder, dtype="auto")
-    except OSError as error:
-        raise PosSwapError(f"teacher={folder!r} cannot be loaded: {error}") from error
-
-
 def finetune(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -210,7 +197,8 @@ def _prepare(
 ) -> _Run:
     """Losses, optimizer and schedule of a run, spread over its processes."""
     model, blocks = chosen.model, batches.blocks
-    guide, chunked = batches.lay_loss(model, teacher, accelerator.device)
+    guide = None if teacher is None else batches.make_teacher(teacher, model, accelerator.device)
+    chunked = batches.lay_loss(model, None if guide is None else guide.head_on(accelerator.device))
     log = TrainingLog(
         arguments=without_paths(asdict(arguments)),
         scheme=getattr(model.config, KEY, None),

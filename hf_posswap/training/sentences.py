@@ -101,17 +101,16 @@ class SentenceBatches(Batches):
     def check_start(self, model: PreTrainedModel) -> dict[str, float] | None:
         return check_vectors(model, self)
 
-    def lay_loss(
-        self, model: PreTrainedModel, teacher: PreTrainedModel | None, device: torch.device
-    ) -> tuple[SentenceTeacher | None, bool]:
+    def make_teacher(self, teacher: PreTrainedModel, model: PreTrainedModel, device: torch.device) -> SentenceTeacher:
+        pad, around = self.tokenizer.pad_token_id, self.blocks.around
+        return make_sentence_teacher(teacher, model, around, pad, self.arguments.pooling, self.teachers(device))
+
+    def lay_loss(self, model: PreTrainedModel, head: None) -> bool:
         """Have the model return its `Losses`, which need no logits."""
         arguments = self.arguments
         temperature, pooling = arguments.contrast_temperature, arguments.pooling
         embed_for_loss(model, SentenceLoss(arguments.distil, arguments.contrast_rows, temperature, pooling))
-        if teacher is None:
-            return None, False
-        pad, around = self.tokenizer.pad_token_id, self.blocks.around
-        return make_sentence_teacher(teacher, model, around, pad, pooling, self.teachers(device)), False
+        return False
 
     def summary(self, scheme: dict[str, Any] | None) -> str:
         blocks = self.blocks
