@@ -126,6 +126,7 @@ class Batches:
     reads: ClassVar[str] = "text, a token at a time"
     unit: ClassVar[str] = "nats per token"
     foreign: ClassVar[tuple[str, ...]] = (*OF_PICTURES, *OF_SENTENCES)
+    headed: ClassVar[bool] = True  # a teacher's head has a part in the loss
 
     blocks: Rows
     tokenizer: PreTrainedTokenizerBase
@@ -148,6 +149,11 @@ class Batches:
             raise PosSwapError("block_size is missing: say how many tokens a training row has")
         if objective == "masked" and arguments.packing != "concat":
             raise PosSwapError(f"packing={arguments.packing!r} is for causal models; use packing='concat'")
+        if objective == "masked" and arguments.teacher_cache is not None:
+            raise PosSwapError(
+                f"teacher_cache={arguments.teacher_cache!r}: which tokens are masked is drawn anew in every epoch, so "
+                "what the teacher reads cannot be read before; leave it out"
+            )
         check_tokenizer(tokenizer, model, objective)
         check_length(model, arguments)
         return arguments
@@ -243,6 +249,20 @@ class Batches:
         """The numbers of the rows that one process's share of a step is made of, (B,) for each forward."""
         size, rows = self.arguments.per_device_train_batch_size, self.rows(step)[1]
         return [rows[begin : begin + size] for begin in range(process * size, len(rows), processes * size)]
+
+    def of_rows(self, rows: np.ndarray, length: int) -> dict[str, Tensor]:
+        """A batch of rows that are the same in every epoch."""
+        return self._collate(0, rows, length)
+
+    @property
+    def vectors(self) -> int:
+        """What a teacher makes of a row, at most."""
+        return self.blocks.block_size
+
+    def read_by_teacher(self) -> dict[str, Any]:
+        """All that what a teacher reads depends on, where it is the same in every epoch; ready for JSON."""
+        text, asked = self.blocks.stream.digest(), self.arguments
+        return {"text": text, "objective": self.objective, "packing": asked.packing, "block_size": asked.block_size}
 
     def first(self) -> dict[str, Tensor]:
         """The first batch of the first process."""

@@ -35,6 +35,8 @@ OF_TEXT = (
     "packing",
     "pose_chunks",
     "pose_length",
+    "teacher",
+    "teacher_cache",
     "text_column",
     "train_dir",
     "train_file",
