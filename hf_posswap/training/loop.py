@@ -27,6 +27,7 @@ from tqdm import tqdm
 from transformers import SchedulerType, get_scheduler
 
 from ..anatomy import kind
+from ..attention import ATTRIBUTE
 from ..checkpoint import from_pretrained
 from ..errors import PosSwapError, nearest
 from ..patching import carries, patch_model, record_of
@@ -231,6 +232,8 @@ def _prepare(
             "gradient_accumulation_steps": arguments.gradient_accumulation_steps,
             "gradient_clipping": float(arguments.max_grad_norm),
         }
+        if accelerator.state.deepspeed_plugin.zero_stage == 3:
+            _gather_with_attention(model)
     prepared, optimizer = accelerator.prepare(model, optimizer)
     # not prepared: accelerate would step it once per process
     accelerator.register_for_checkpointing(scheduler)
@@ -249,6 +252,17 @@ def _prepare(
         teacher=guide,
         started=started,
     )
+
+
+def _gather_with_attention(model: PreTrainedModel) -> None:
+    """Have ZeRO-3 gather what a scheme learns inside attention when the attention does its work: no module is called
+    that holds it."""
+    from deepspeed import zero
+
+    for module in model.modules():
+        for attached in vars(module).get(ATTRIBUTE, ()):
+            for parameter in attached.parameters():
+                zero.register_external_parameter(module, parameter)
 
 
 def _lay_loss(
