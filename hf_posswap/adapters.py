@@ -12,7 +12,7 @@ from torch import nn
 
 from .errors import PosSwapError, RecalibrationWarning
 from .patching import patch_model, record_of
-from .record import KEY, Record
+from .record import FIT, KEY, Record
 from .scheme import scheme_of
 
 OF_ONE_REPOSITORY = ("revision", "subfolder")  # arguments that say nothing of where the base is
@@ -52,7 +52,11 @@ def _meet(base: nn.Module, name: str, asked: Record) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RecalibrationWarning)
             patch_model(base, scheme, layers=asked.layers, stack=asked.stack, ndim=asked.ndim, **(asked.picture or {}))
-        if scheme.trainable or any(KEY in parameter.split(".") for parameter, _ in base.named_parameters()):
+        if (
+            scheme.trainable
+            or FIT in asked.measured
+            or any(KEY in parameter.split(".") for parameter, _ in base.named_parameters())
+        ):
             raise PosSwapError(
                 f"the adapter was trained on {name} with {scheme.name}, whose parameters are not in that base; save "
                 "the patched base and name it in the adapter, or merge the adapter before it is saved"

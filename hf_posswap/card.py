@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from .errors import PosSwapError
-from .record import KEY, NATIVE, Record
+from .profile import Fit
+from .record import FIT, KEY, NATIVE, Record
 from .runs import replacing
 from .scheme import Scheme, scheme_of
 from .serving import serving
 
-EVALUATION, TRAINING = "evaluation.json", "train_log.json"
+EVALUATION, TRAINING, RECOVERY = "evaluation.json", "train_log.json", "recovery.json"
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Facts:
     record: Record
     training: dict[str, Any] | None
     evaluation: dict[str, Any] | None
+    recovery: dict[str, Any] | None
     base_model: str | None
     license: str | None
 
@@ -52,9 +54,9 @@ def write_card(
 ) -> Path:
     """Write `README.md` into a patched checkpoint's folder and return its path.
 
-    The folder's config gives the swap; `evaluation.json` and `train_log.json`, where they are there, the numbers
-    and what made them. base_model: the base's name on the hub, where the swap was made on a local copy. license: the
-    base's. repo_id: the name the checkpoint will have on the hub, for the examples.
+    The folder's config gives the swap; `evaluation.json`, `train_log.json` and `recovery.json`, where they are there,
+    the numbers and what made them. base_model: the base's name on the hub, where the swap was made on a local copy.
+    license: the base's. repo_id: the name the checkpoint will have on the hub, for the examples.
 
     Raises:
         PosSwapError: the folder holds no patched checkpoint, or one of the files is not what it should be.
@@ -82,6 +84,7 @@ def card(
         record=record,
         training=_read(folder / TRAINING),
         evaluation=_read(folder / EVALUATION),
+        recovery=_read(folder / RECOVERY),
         base_model=base_model or _hub_name(record.source),
         license=license,
     )
@@ -91,6 +94,7 @@ def card(
         _backed("config.json", _what, facts),
         _backed(TRAINING, _training, facts),
         _backed(EVALUATION, _evaluation, facts),
+        *([] if facts.recovery is None else [_backed(RECOVERY, _recovery, facts)]),
         _limits(facts),
         _use(facts),
     ]
@@ -131,12 +135,11 @@ def _backed(file: str, section: Callable[[Facts], str], facts: Facts) -> str:
 
 def _refuse_others_numbers(facts: Facts) -> None:
     """Raise where a file of numbers was made with another swap than this checkpoint's."""
-    logged = (facts.training or {}).get("scheme")
-    if logged is not None and (logged.get("scheme"), logged.get("params")) != (
-        facts.record.scheme,
-        facts.record.params,
-    ):
-        raise PosSwapError(f"{TRAINING} is of another swap, {logged.get('scheme')!r}, than the checkpoint it lies with")
+    own = facts.record.scheme, facts.record.params
+    for file, numbers in ((TRAINING, facts.training), (RECOVERY, facts.recovery)):
+        logged = (numbers or {}).get("scheme")
+        if logged is not None and (logged.get("scheme"), logged.get("params")) != own:
+            raise PosSwapError(f"{file} is of another swap, {logged.get('scheme')!r}, than the checkpoint it lies with")
     measured = (facts.evaluation or {}).get("models", {}).get("model", {}).get("scheme")
     if measured is not None and measured != str(facts.scheme):
         raise PosSwapError(f"{EVALUATION} is of another swap, {measured!r}, than the checkpoint it lies with")
@@ -205,6 +208,8 @@ def _what(facts: Facts) -> str:
     record, scheme = facts.record, facts.scheme
     given = record.params if record.layers is None else record.params | {"layers": record.layers}
     call = ", ".join([repr(record.scheme), *(f"{key}={value!r}" for key, value in given.items())])
+    fit = record.measured.get(FIT)
+    call += "" if fit is None else ", fit=text"
     had = _length_before(facts)
     aim = (
         f"to read {record.length:,} tokens instead of {had:,}" if had and record.length > had else "at the same length"
@@ -226,7 +231,8 @@ def _what(facts: Facts) -> str:
         if facts.base_model
         else f"a local checkpoint, `{Path(record.source).name or 'unnamed'}`"
     )
-    return "\n".join([*lines, "", f"Base model: {base}."])
+    fitted = [] if fit is None else ["", f"Before any training it was fitted to the base: it {Fit(**fit)}."]
+    return "\n".join([*lines, *fitted, "", f"Base model: {base}."])
 
 
 def _length_before(facts: Facts) -> int | None:
@@ -328,6 +334,19 @@ def _evaluation(facts: Facts) -> str:
         f"Hardware: {report['hardware']['device']}. Command: `{report['command']}`.",
     ]
     return "\n".join(lines)
+
+
+def _recovery(facts: Facts) -> str:
+    from .evaluation.recovery import table
+
+    study = facts.recovery
+    return (
+        "## Recovery\n\nThe same swap brought back in other ways, on the same text with the same optimiser: loss held "
+        f"out, in {study['unit']}; means over seeds [lowest, highest]. Before the swap it was {study['loss']:.3f}, at "
+        f"the trained length of {study['length']:,} tokens.\n\n{table(study['cells'], study['model'])}\n\n"
+        f"![Loss against tokens by recipe]({study['plot']})\n\nHardware: {study['hardware']['device']}. "
+        f"Command: `{study['command']}`."
+    )
 
 
 def _limits(facts: Facts) -> str:

@@ -21,11 +21,12 @@ from .calibration import Images, Rows
 from .edits import Replace
 from .errors import PosSwapError, nearest
 from .grid import Grid
-from .listening import listen, replaced_bias, turns
+from .listening import Contents, listen, replaced_bias, turns
 from .planning.images import is_image, patch_embedding, trained_grid
 from .planning.plan import Plan, trained_length
 from .profile import Fit, Pairs, Tally
 from .record import FIT
+from .rotating import Heard, choose, refuse_unturnable, write
 from .scheme import registry
 from .sites import EMBED, RELATIVE
 
@@ -59,30 +60,61 @@ def fit_plan(new: Plan, batches: Any, tokenizer: Any = None) -> None:
     listened to, or a batch is not of that kind; the plan is not to be used then.
     """
     attached = {edit.owner: edit.value[0] for edit in new.edits if isinstance(edit, Replace) and edit.name == ATTRIBUTE}
-    if any(one.change.fit is None for one in attached.values()):
+    if not attached or any(one.rotation is None and one.change.fit is None for one in attached.values()):
         raise PosSwapError(f"{new.scheme}: fit= finds no parameters to choose; {new.scheme.fits_with}")
     _refuse_deaf(new, attached)
-    pairs = _pairs(new, next(iter(attached.values())))
+    first = next(iter(attached.values()))
+    if first.rotation is not None:
+        refuse_unturnable(new)
+    pairs = _pairs(new, first)
     inputs = _texts(new, batches, tokenizer) if pairs is None else _images(new, batches, pairs)
+    fit = _fit_bias if first.rotation is None else _fit_rotation
+    explained, longest = {}, 0
+    for module, (tally, bias) in fit(new, attached, inputs, pairs).items():
+        explained[module] = [round(value, 4) for value in tally.explained(bias).tolist()]
+        longest = max(longest, tally.longest)
+    in_order = {path: explained[m] for path, m in new.anatomy.model.named_modules() if m in explained}
+    found = Fit(in_order, inputs.tokens, longest)
+    new.measured[FIT] = asdict(found)
+    new.notes.append(f"fitted: {found}")
+    new.finish()
+
+
+Fitted = dict[nn.Module, tuple[Tally, Tensor]]  # by attention module: what its positions added, the bias in its place
+
+
+def _fit_bias(new: Plan, attached: Mapping[nn.Module, Attached], inputs: Images | Rows, pairs: Pairs | None) -> Fitted:
+    """Give what is to be attached the parameters that come closest; modules that share them, together."""
     tallies = listen(new, attached, inputs, pairs)
     together: dict[Attached, list[nn.Module]] = defaultdict(list)
     for module, one in attached.items():
         together[one].append(module)
-    paths = {module: path for path, module in new.anatomy.model.named_modules()}
-    explained = {}
     for one, modules in together.items():
         fitted = one.change.fit(reduce(operator.add, (tallies[module] for module in modules)).profile())
         for name, value in fitted.items():
             parameter = one.get_parameter(name)
             parameter.data = value.to(parameter.device, parameter.dtype).reshape(parameter.shape)
-        for module in modules:
-            share = tallies[module].explained(bias_of(one, tallies[module]))
-            explained[paths[module]] = [round(value, 4) for value in share.tolist()]
-    longest = max(tally.longest for tally in tallies.values())
-    found = Fit({path: explained[path] for path in paths.values() if path in explained}, inputs.tokens, longest)
-    new.measured[FIT] = asdict(found)
-    new.notes.append(f"fitted: {found}")
-    new.finish()
+    return {module: (tally, bias_of(attached[module], tally)) for module, tally in tallies.items()}
+
+
+def _fit_rotation(
+    new: Plan, attached: Mapping[nn.Module, Attached], inputs: Images | Rows, pairs: Pairs | None
+) -> Fitted:
+    """Choose the rotation, and plan the weights that go with it."""
+    contents = Contents(new, attached)
+    tallies = listen(new, attached, inputs, pairs, also=contents.hear)
+    modules = {
+        module: Heard.of(contents.traces[module], tally.profile(), contents.ears[module].moments())
+        for module, tally in tallies.items()
+    }
+    new.scheme, rotation, waves = choose(new, [*modules.values()])
+    for one in attached.values():
+        one.rotation = rotation
+    write(new, [*modules.values()], rotation, waves)
+    lost = sum(one.basis.lost(rotation) for one in modules.values()) / len(modules)
+    new.notes.append(f"gives up {lost:.1%} of what the contents of queries and keys did")
+    of_module = dict(zip(modules, waves, strict=True))
+    return {module: (tally, of_module[module].at(tally.distance)) for module, tally in tallies.items()}
 
 
 def bias_of(attached: Attached, tally: Tally) -> Tensor:

@@ -6,17 +6,18 @@ Attention modules are listened to through transformers' attention interface, und
     table    E[q] E[k] at two positions, the means over the text of what each position makes of its query and key; of
              patches, less what is left of it without a place: the product of the means over all of them
     bias     itself
+`Contents` hears what queries and keys are without a table of positions, in a second run of every batch.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,12 +32,12 @@ from .parts import exchange_rotation
 from .planning.attention import is_causal, reroute_edits
 from .planning.images import is_image
 from .planning.page import box_guard
+from .planning.plan import Plan
+from .planning.table import silence_table
 from .profile import Pairs, Tally
+from .projections import TracingEar
 from .quiet import quiet
 from .sites import EMBED, KEEP, RELATIVE, ROTARY, ROTARY_2D
-
-if TYPE_CHECKING:
-    from .planning.plan import Plan
 
 HEARD = "posswap_heard_"  # names in the attention interface: the stock backend, listened to
 PAIRS_AT_ONCE = 2**22  # of queries and keys: 16 MiB of float32 logits
@@ -53,11 +54,15 @@ def replaced_bias(anatomy: Anatomy) -> bool:
 
 
 def listen(
-    new: Plan, modules: Iterable[nn.Module], batches: Iterable[Mapping[str, Tensor]], pairs: Pairs | None
+    new: Plan,
+    modules: Iterable[nn.Module],
+    batches: Iterable[Mapping[str, Tensor]],
+    pairs: Pairs | None,
+    also: Callable[[Mapping[str, Tensor]], None] | None = None,
 ) -> dict[nn.Module, Tally]:
     """Run the source model on batches without padding, and count what its positions add in each attention module.
 
-    pairs: of the tokens of an image, which count together.
+    pairs: of the tokens of an image, which count together. also: what else is done with every batch.
     """
     anatomy, own = new.anatomy, own_attention(new.anatomy.model)
     kind = TurnedEar if turns(anatomy) else PlacedEar if EMBED in anatomy.sites else BiasedEar
@@ -75,6 +80,8 @@ def listen(
             for ear in ears.values():
                 ear.tokens = count
             _run(anatomy, inputs)
+            if also is not None:
+                also(inputs)
     return {module: ear.tally() for module, ear in ears.items()}
 
 
@@ -285,6 +292,56 @@ class PlacedEar(Ear):
             return query.new_zeros(*query[:, :, rows].shape[:3], key.shape[2])
         query, key = (self.pairs.plain(vectors) for vectors in (query, key))
         return query[:, :, rows] @ key.transpose(-1, -2)
+
+
+@dataclass
+class ContentEar:
+    """Hears what one module's queries and keys are: sums (H, D) of them and of their products (H, D, D), float64."""
+
+    tokens: int | None = None
+    count: int = 0
+    sums: list[Tensor] | None = None
+    products: list[Tensor] | None = None
+
+    def hear(self, query: Tensor, key: Tensor, mask: Any, added: Tensor | None) -> None:
+        self.count += query.shape[0] * query.shape[2]
+        both = [vectors.transpose(0, 1).flatten(1, 2).cpu().double() for vectors in (query, key)]  # (H, B S, D)
+        sums, products = [one.sum(1) for one in both], [one.mT @ one for one in both]
+        self.sums, self.products = (
+            new if old is None else [a + b for a, b in zip(new, old, strict=True)]
+            for new, old in ((sums, self.sums), (products, self.products))
+        )
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Second moments (H, D, D): of queries about 0, of keys about their mean."""
+        query, key = (products / self.count for products in self.products)
+        mean = self.sums[1] / self.count
+        return query, key - mean[:, :, None] * mean[:, None]
+
+
+class Contents:
+    """What the queries and keys of modules are once a table of positions is silenced, and which weights make them."""
+
+    def __init__(self, new: Plan, modules: Iterable[nn.Module]) -> None:
+        self.anatomy = new.anatomy
+        self.ears = {module: ContentEar() for module in modules}
+        self.traces: dict[nn.Module, TracingEar] = {}
+        silent = Plan.of(new.anatomy, new.scheme)
+        silence_table(silent, new.scheme)
+        self.silence = silent.edits
+
+    def hear(self, inputs: Mapping[str, Tensor]) -> None:
+        """A batch, within `listen`."""
+        listening = [Replace(module, ATTRIBUTE, (ear,)) for module, ear in self.ears.items()]
+        with _applied([*self.silence, *listening]):
+            for ear in self.ears.values():
+                ear.tokens = inputs["input_ids"].shape[1]
+            _run(self.anatomy, inputs)
+        if not self.traces:
+            traces = {module: TracingEar(module) for module in self.ears}
+            with _applied([edit for ear in traces.values() for edit in ear.edits()]), torch.enable_grad():
+                _run(self.anatomy, {name: value[:1] for name, value in inputs.items()})
+            self.traces = traces
 
 
 def chunks(query: Tensor, key: Tensor) -> Iterator[tuple[int, slice]]:

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch import nn
@@ -22,7 +22,7 @@ from .planning.limits import limit_edits
 from .planning.picture import form_edits, frames
 from .planning.plan import Plan
 from .planning.rotary import keep_dtype, pairing_edits, rotary_edits, rotary_geometry, scaled_layer_types
-from .record import KEY, PORTABLE, Record, config_values, owner_of
+from .record import FIT, KEY, PORTABLE, Record, config_values, owner_of
 from .saving import save_edit
 from .scheme import Scheme, make_scheme, scheme_of
 from .sites import BIAS, EMBED, RELATIVE, ROTARY, SILENCE, SPATIAL
@@ -154,7 +154,16 @@ def carries(
     if record.ndim != chosen_ndim(anatomy, scheme, ndim):
         return False
     asked = None if chosen is None else list(chosen), None if picture is None else picture.given()
-    return scheme_of(record) == scheme and (record.layers, record.picture) == asked
+    return _is_recorded(scheme, record) and (record.layers, record.picture) == asked
+
+
+def _is_recorded(scheme: Scheme, record: Record) -> bool:
+    """Whether a record is of a scheme; what the scheme leaves open, a fit may have chosen."""
+    recorded = scheme_of(record)
+    if FIT in record.measured and type(recorded) is type(scheme):
+        open_ = {f.name: getattr(recorded, f.name) for f in fields(scheme) if getattr(scheme, f.name) is None}
+        scheme = replace(scheme, **open_)
+    return scheme == recorded
 
 
 def unpatch_model(model: nn.Module, *, tokenizer: Any = None, processor: Any = None) -> Any:

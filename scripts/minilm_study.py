@@ -39,10 +39,13 @@ ROUTES = {
     "sinusoidal, match": ("sinusoidal", LONG),
     "sinusoidal, fit": ("sinusoidal", LONG | {"init": "fit"}),
     "rope": ("rope", {}),
+    "rope, fit": ("rope", {"fit": True}),
+    "t5, fit": ("t5", {"per_layer": True, "fit": True}),
     "alibi": ("alibi", {}),
     "nope": ("nope", None),
 }
-TAUGHT = ("rope", "alibi", "sinusoidal, match")  # cold, none of them keeps the vectors of short texts
+TAUGHT = ("rope", "rope, fit", "alibi", "sinusoidal, match")  # untaught, none of them keeps the vectors of short texts
+CALIBRATION = 32  # rows of TRAINED tokens, of docstrings, that what is fitted is fitted on
 ROWS, TOKENS, RATE = 8, 64, 5e-4  # texts in a step, their greatest length, and the peak of the learning rate
 SHORTEST = 40  # characters of a docstring
 
@@ -149,7 +152,16 @@ class Study:
                 return model
             if params is None:  # silence has the length of the table that is silenced
                 return self._extended_silence(model)
-            return patch_model(model, scheme, **params)
+            return patch_model(model, scheme, **params | ({"fit": self.calibration()} if "fit" in params else {}))
+
+    def calibration(self) -> list[Any]:
+        """Rows of the trained length, in batches of 8."""
+        import torch
+
+        inner = TRAINED - 2
+        ids = self.ids(" ".join(docstrings())[: 8 * CALIBRATION * TRAINED])  # four characters are a token, or fewer
+        rows = [self.wrapped(ids[i * inner : (i + 1) * inner]) for i in range(CALIBRATION)]
+        return list(torch.tensor(rows).split(8))
 
     def teach(self, model: Any, steps: int) -> dict[str, float]:
         """Have the model learn the un-patched one's vectors of docstrings; the minutes that took."""

@@ -80,9 +80,10 @@ def bart() -> BartForConditionalGeneration:
     return BartForConditionalGeneration(BartConfig(vocab_size=VOCABULARY, d_model=32, **layers))
 
 
-def gpt2() -> GPT2LMHeadModel:
+def gpt2(**changes) -> GPT2LMHeadModel:
+    config = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 40}
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=2, n_positions=40))
+    return GPT2LMHeadModel(GPT2Config(**(config | changes)))
 
 
 def gemma2() -> Gemma2ForCausalLM:

@@ -22,7 +22,7 @@ from .families import FAMILIES
 from .rows import ROWS, Row
 
 CARDS = Path(__file__).resolve().parent.parent / "model_cards"
-DEMO = CARDS / "demo-llama-yarn"
+DEMO, RECOVERED = CARDS / "demo-llama-yarn", CARDS / "demo-llama-t5"
 FIRST_ROWS = [next(row for row in ROWS if row.scheme == scheme) for scheme in list_schemes()]
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?![\w.]*\w)")
 
@@ -65,11 +65,14 @@ def keys(data: Any, path: tuple = ()) -> list[tuple]:
     return [found for key, value in data.items() for found in [(*path, key), *keys(value, (*path, key))]]
 
 
-@pytest.mark.parametrize("file", ["train_log.json", "evaluation.json"])
-def test_card_without_a_backing_number_is_refused_or_the_same(file: str, tmp_path: Path):
+BACKING = [(DEMO, "train_log.json"), (DEMO, "evaluation.json"), (RECOVERED, "recovery.json")]
+
+
+@pytest.mark.parametrize(("source", "file"), BACKING, ids=lambda value: getattr(value, "name", value))
+def test_card_without_a_backing_number_is_refused_or_the_same(source: Path, file: str, tmp_path: Path):
     """Whatever is taken out of a file: the card does without it, or there is none."""
-    shutil.copytree(DEMO, tmp_path / DEMO.name)
-    folder, whole = tmp_path / DEMO.name, json.loads((DEMO / file).read_text())
+    shutil.copytree(source, tmp_path / source.name)
+    folder, whole = tmp_path / source.name, json.loads((source / file).read_text())
     numbers = set(NUMBER.findall(card(folder)))
     refused = 0
     for path in keys(whole):

@@ -52,8 +52,9 @@ IMAGES = [pixels(32), {"pixel_values": pixels(32, seed=1), "labels": torch.zeros
 
 
 def added(model) -> dict[str, torch.Tensor]:
-    """The parameters that a swap added."""
-    return {name: p.detach().clone() for name, p in model.named_parameters() if ".posswap." in name}
+    """The parameters that a swap added; of one that adds none, and writes into weights, all that are trained."""
+    trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    return {name: p for name, p in trained.items() if ".posswap." in name} or trained
 
 
 def reads_images(model) -> bool:
@@ -421,6 +422,7 @@ FAMILY_SCHEMES = [
     *[(family, name) for family in ("vit", "beit_bias") for name in ON_IMAGES],
     *[(family, "bias2d") for family in ("dinov2_registers", "clip", "siglip", "beit", "beit_shared")],
     *[("t5_encoder", name) for name in ("kerple", "alibi")],
+    *[(family, "rope") for family in ("bert", "gpt2", "opt", "mpnet", "xlm", "layoutlm", "layoutlmv3")],
 ]
 
 
@@ -438,15 +440,17 @@ def test_fit_is_deterministic_and_is_no_default(family, name):
     assert torch.isfinite(logits(model, **inputs_of(model, LENGTH))).all()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "bert", "gpt2", "opt"])
+@pytest.mark.parametrize(
+    ("family", "name"), [*[(f, "t5") for f in ("llama", "gemma3", "bert", "gpt2", "opt")], ("bert", "rope")]
+)
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_does_not_count(family, side):
+def test_padding_does_not_count(family, name, side):
     ids = tokens(2, 12)
     pads = torch.full((2, 5), PAD)
     ones, zeros = torch.ones(2, 12, dtype=torch.long), torch.zeros(2, 5, dtype=torch.long)
     order = (lambda pad, real: [pad, real]) if side == "left" else (lambda pad, real: [real, pad])
     padded = {"input_ids": torch.cat(order(pads, ids), 1), "attention_mask": torch.cat(order(zeros, ones), 1)}
-    assert same_parameters(added(fitted(family, "t5", [padded])), added(fitted(family, "t5", [ids])))
+    assert same_parameters(added(fitted(family, name, [padded])), added(fitted(family, name, [ids])))
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
@@ -511,6 +515,7 @@ def test_a_fit_again_is_of_the_original_and_of_the_new_text():
 
 
 SAVED = [*[("llama", name) for name in FITTED], ("gpt2", "t5"), ("vit", "bias2d"), ("layoutlmv3", "t5")]
+SAVED += [("bert", "rope"), ("gpt2", "rope")]
 
 
 @pytest.mark.parametrize(("family", "name"), SAVED, ids=str)

@@ -43,6 +43,16 @@ def test_a_fitted_sinusoid_moves_short_texts_less_than_a_matched_one(study):
 
 
 @pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
+def test_a_fitted_rotation_moves_short_texts_less_than_none_at_all(study):
+    def near(scheme: str, **params) -> float:
+        model = patch_model(study.load(), scheme, **params)
+        with torch.no_grad():
+            return sum(float(embed(model, a) @ b) for a, b in zip(study.short, study.short_before, strict=True))
+
+    assert near("rope") < near("nope") < near("rope", fit=study.calibration()[:1])
+
+
+@pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
 def test_reloaded_equals_in_memory(study, tmp_path):
     model = patch_model(study.load(), "sinusoidal", max_positions=4096, init="fit")
     model.save_pretrained(tmp_path)

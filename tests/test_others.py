@@ -89,9 +89,13 @@ def test_peft_adapter_beside_the_config_is_loaded_onto_the_unpatched_base(row: R
     assert torch.equal(logits(again, input_ids=IDS), logits(adapted, input_ids=IDS))
 
 
-def test_peft_adapter_is_refused_on_a_base_without_the_parameters_of_its_swap(tmp_path: Path):
-    LEARNS.source().save_pretrained(tmp_path / "base")
-    adapted = lora(LEARNS.patch(from_pretrained(tmp_path / "base")))
+@pytest.mark.parametrize(
+    "row", [LEARNS, Row("rope", "opt", {"fit": [IDS[:, :20]]}, native=False)], ids=lambda row: row.id
+)
+def test_peft_adapter_is_refused_on_a_base_without_the_parameters_of_its_swap(row: Row, tmp_path: Path):
+    """Or without the weights that text chose."""
+    row.source().save_pretrained(tmp_path / "base")
+    adapted = lora(row.patch(from_pretrained(tmp_path / "base")))
     adapted.save_pretrained(tmp_path / "adapter")
     adapted.config.save_pretrained(tmp_path / "adapter")
     with pytest.raises(PosSwapError, match="save the patched base"):

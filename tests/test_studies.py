@@ -19,7 +19,7 @@ import recovery_study
 import torch
 from PIL import Image
 
-from hf_posswap import PosSwapError
+from hf_posswap import PosSwapError, describe, from_pretrained
 from hf_posswap.evaluation import recovery
 
 from .small import ROOT, call
@@ -137,6 +137,7 @@ def test_the_recovery_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch
     """A BERT trained for a moment: a fitted cell, then, of a second run, the cold one beside it."""
     monkeypatch.setattr(recovery_study.BertSubject, "steps", 18)
     monkeypatch.setattr(recovery_study, "FIT_TOKENS", 1024)
+    monkeypatch.setattr(recovery_study, "KEPT", recovery_study.Cell("bert", "t5", "fit", 0))
     folders = ["--output_dir", str(tmp_path / "docs"), "--work_dir", str(tmp_path / "work")]
     flags = ["--share", "0.5", "--seeds", "1", "--only", "bert-t5-cold", "bert-t5-fit-0", "--cells", "1"]
     for done in (1, 2):
@@ -152,6 +153,11 @@ def test_the_recovery_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch
     assert cold["fit"] is None
     assert f"| t5 | cold | {cold['curve'][0][1]:.3f} |" in (tmp_path / "docs" / "table.md").read_text()
     assert (tmp_path / "docs" / "recovery.png").stat().st_size > 10_000
+    kept = tmp_path / "work" / "models" / "bert-t5"
+    assert describe(from_pretrained(kept)).fit.tokens == 1024
+    assert f"| t5 | cold | {cold['curve'][0][1]:.3f} |" in (kept / "README.md").read_text().split("## Recovery")[1]
+    assert (kept / "recovery.png").is_file()
+    assert not [*kept.glob("checkpoint-*")]
 
 
 # --- pages of documents

@@ -26,6 +26,8 @@ class Rope(Scheme):
     paper = "https://arxiv.org/abs/2104.09864"
     sites: ClassVar = frozenset({ROTARY})
     keeps_function: ClassVar = True
+    fits: ClassVar = True
+    fits_with: ClassVar = "text chooses it where it takes the place of a table of positions"
 
     rope_theta: float | None = None
     pairing: str | None = None

@@ -21,6 +21,8 @@ class Xpos(Rope):
     paper = "https://arxiv.org/abs/2212.10554"
     keeps_function: ClassVar = False
     in_attention: ClassVar = True
+    fits: ClassVar = False
+    fits_with: ClassVar = ""
 
     scale_base: float = 512
 
