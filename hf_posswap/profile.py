@@ -6,7 +6,7 @@ letters; here P are distances, G guesses of a parameter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +79,24 @@ class Profile:
     mean: Tensor
     mass: Tensor
     heed: Tensor
+
+    def beyond(self, times: int, share: float) -> Profile:
+        """The same with what no text tells, up to so many times the longest distance: the mean of its last quarter.
+
+        share: of the heed that all other distances have together, what these get, evenly, on each side that there is.
+        """
+        longest = int(self.distance.abs().max())
+        parts = [self]
+        for sign in (-1, 1):
+            if not (self.distance * sign > 0).any():
+                continue
+            last = 4 * self.distance * sign > 3 * longest
+            level = (self.mean[:, last] * self.mass[:, last]).sum(1) / self.mass[:, last].sum(1).clamp(min=TINY)
+            far = sign * torch.arange(longest + 1, times * longest + 1)
+            heed = (share * self.heed.sum(1) / len(far))[:, None].expand(-1, len(far))
+            none = torch.zeros(len(level), len(far), dtype=torch.float64)
+            parts.append(Profile(far, level[:, None].expand(-1, len(far)), none, heed))
+        return Profile(*(torch.cat([getattr(one, f.name) for one in parts], dim=-1) for f in fields(self)))
 
     def grouped(self, group: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """(means (H, count), masses (H, count)) of groups of distances; group: (P,) integers below count."""

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75)  # of a head's dimensions, to turn
 REACHES = (0.5, 1.0, 2.0, 4.0)  # wave length of the slowest, in longest distances of the text
+FAR, BEYOND = 4, 0.15  # times the longest distance, and the heed, on each side: else waves come again where no text was
 RIDGE = 1e-6  # of the waves' weights: those that cancel each other are not wanted
 JITTER, TINY = 1e-6, 1e-12  # of a dimension that does not vary: in mean variances, and where none does
 
@@ -93,6 +94,8 @@ class Waves:
 
     @classmethod
     def fitted(cls, profile: Profile, frequencies: Tensor) -> Waves:
+        """The least squares of a profile, which goes on level behind its longest distance."""
+        profile = profile.beyond(FAR, BEYOND)
         angle = profile.distance[:, None].double() * frequencies.double()
         basis = torch.cat([angle.cos(), angle.sin(), torch.ones(len(angle), 1)], dim=1)
         weights, error = profile.weights(basis, RIDGE)

@@ -12,9 +12,10 @@ import pytest
 import torch
 import transformers
 
-from hf_posswap import PosSwapError, describe, patch_model
+from hf_posswap import PosSwapError, describe, patch_model, rotating
 from hf_posswap.anatomy import examine
 from hf_posswap.patching import carries
+from hf_posswap.profile import Profile
 from hf_posswap.schemes.rope import Rope
 
 from .families import FAMILIES, LENGTH, VOCAB, pixels, tokens, with_page
@@ -69,10 +70,13 @@ def rows_of(model) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", SOURCES)
-def test_a_table_of_waves_is_fitted_to_the_model_itself(family):
-    """Vectors of positions (cos, sin, -cos, -sin) keep their norm and mean, so that a norm before attention scales them
+def test_a_table_of_waves_is_fitted_to_the_model_itself(family, monkeypatch):
+    """Where nothing is asked of them beyond the text.
+
+    Vectors of positions (cos, sin, -cos, -sin) keep their norm and mean, so that a norm before attention scales them
     alike; queries and keys that read nothing else make the waves that a rotation makes. Attention is then as it was.
     """
+    monkeypatch.setattr(rotating, "BEYOND", 0.0)
     model = SOURCES[family]()
     table = examine(model).table
     count = 2 * PAIRS
@@ -106,6 +110,23 @@ def test_a_table_of_waves_is_fitted_to_the_model_itself(family):
     torch.testing.assert_close(attention(model), before, rtol=2e-3, atol=2e-4)
     first, *_ = describe(model).fit.explained.values()
     assert min(first) > 0.999
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_waves_stay_level_where_no_text_was(causal, monkeypatch):
+    """A bump of 6 near 0, by 12 waves: what they do from the longest distance to four times it, and before."""
+    distance = torch.arange(-40, 1 if causal else 41)
+    mean = 6 * torch.exp(-distance.abs() / 4.0).double()[None]
+    even = torch.ones_like(mean)
+
+    def fitted(beyond: float) -> tuple[float, float]:
+        monkeypatch.setattr(rotating, "BEYOND", beyond)
+        waves = rotating.Waves.fitted(Profile(distance, mean, even, even), 60.0 ** (-torch.arange(12) / 12))
+        return waves.at(torch.arange(-160, -40)).std().item(), (waves.at(distance) - mean).std().item()
+
+    (level, still_near), (free, near) = fitted(rotating.BEYOND), fitted(0.0)
+    assert near < still_near < 0.5
+    assert level < 0.8 < 1.2 < free
 
 
 @torch.no_grad()
@@ -182,17 +203,20 @@ def test_it_is_better_than_cold_before_any_step():
     model = gpt2(n_embd=64, n_head=4, n_layer=2, n_positions=64, initializer_range=64**-0.5)
     train(model, text[:-16_384], 900, 64)
     rows, held_out = text[:64_000].reshape(-1, 64)[::10], text[-16_384:].reshape(-1, 64)
-    losses = {
-        name: loss(patch_model(copy.deepcopy(model), scheme, **params), held_out)
+    models = {
+        name: patch_model(copy.deepcopy(model), scheme, **params)
         for name, scheme, params in (
             ("cold", "rope", {}),
             ("nope", "nope", {}),
             ("fit", "rope", {"fit": rows.split(8)}),
         )
     }
-    lost = min(losses["cold"], losses["nope"]) - loss(model, held_out)
+    losses, base = {name: loss(one, held_out) for name, one in models.items()}, loss(model, held_out)
+    lost = min(losses["cold"], losses["nope"]) - base
     assert lost > 0.5
-    assert losses["fit"] < loss(model, held_out) + lost / 2
+    assert losses["fit"] < base + lost / 2
+    twice = held_out.reshape(-1, 128)
+    assert loss(models["fit"], twice) < losses["fit"] + 0.1 < loss(models["cold"], twice)
 
 
 REFUSED = [
