@@ -415,6 +415,12 @@ def test_a_teacher_that_cannot_teach_is_refused_before_any_step(make, teacher, c
     assert "forward" not in vars(model)
 
 
+def test_an_adapter_cannot_read_before(reads_before, tokenizer):
+    Path(reads_before.model, "adapter_config.json").write_text("{}")
+    with pytest.raises(PosSwapError, match=r"teacher='.*' is an adapter, whose base lies elsewhere; merge it, and"):
+        finetune(swapped(), tokenizer, reads_before)
+
+
 def test_a_masked_teacher_cannot_read_before(arguments, bert_tokenizer):
     with pytest.raises(PosSwapError, match="teacher_cache='x': which tokens are masked is drawn anew in every epoch"):
         finetune(bert(), bert_tokenizer, replace(arguments, distil=0.5, teacher_cache="x"))

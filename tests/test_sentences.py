@@ -216,6 +216,8 @@ def test_a_teacher_that_has_read_all_texts_gives_the_curve_of_one_that_reads_alo
     assert [log.precomputed["files_written"] for log in logs[1:]] == [1, 0, 1]
     assert first.precomputed["gib"] * 2**30 == pytest.approx(first.rows * 32 * 4, rel=0.02)
     assert losses(cls)[0] != losses(first)[0]
+    with pytest.raises(PosSwapError, match=r"teacher='.*' has vectors of 32 numbers, and the model of 64"):
+        finetune(encoder(hidden_size=64), bert_tokenizer, asked)
 
 
 @pytest.mark.long
