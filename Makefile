@@ -24,7 +24,7 @@ test: $(VENV)/dev  ## the tests
 test-long: $(VENV)/dev  ## the tests that take minutes each
 	$(RUN) -m pytest -m long
 
-coverage: $(VENV)/dev  ## every text model type of transformers, into docs/coverage.md; goes on where it was stopped
+coverage: $(VENV)/dev  ## every text and image model type of transformers, into docs/coverage.md; goes on where it was stopped
 	$(RUN) -m tests.coverage
 
 drift: $(VENV)/oldest  ## a sample of it on the oldest transformers that is supported

@@ -395,10 +395,18 @@ def kind(model: nn.Module) -> str:
     return type(model).__name__
 
 
+def reads_pictures(model: PreTrainedModel) -> bool:
+    """Whether pixels are what its forward reads: towers of Idefics3 and others leave transformers' name of a model's
+    main input at that of text.
+    """
+    names = inspect.signature(type(model).forward).parameters
+    return model.main_input_name == "pixel_values" or ("pixel_values" in names and "input_ids" not in names)
+
+
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     """The config of the text stack; the model's own where there is no other, its tower's where that is all it has."""
     text, vision = model.config.get_text_config(), getattr(model.config, "vision_config", None)
-    if vision is None or model.main_input_name != "pixel_values":
+    if vision is None or not reads_pictures(model):
         return text
     reads = any(getattr(module, "config", None) is text for module in model.modules())
     return text if reads else vision
@@ -484,11 +492,16 @@ def find_rotary(model: PreTrainedModel) -> RotarySite | None:
 
 def find_turning(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Of an image model whose layers are handed a rotation: the one module that holds its frequencies."""
-    if model.main_input_name != "pixel_values":
+    if not reads_pictures(model):
         return {}
-    handed = any("position_embeddings" in inspect.signature(type(m).forward).parameters for m in model.modules())
     found = {path: module for path, module in model.named_modules() if "inv_freq" in module._buffers}
-    return found if handed and len(found) == 1 else {}
+    return found if _hands_rotation(model) is not None and len(found) == 1 else {}
+
+
+def _hands_rotation(model: PreTrainedModel) -> str | None:
+    """The path of a module that is handed a rotation."""
+    handed = ((p, inspect.signature(type(m).forward).parameters) for p, m in model.named_modules())
+    return next((path for path, names in handed if "position_embeddings" in names), None)
 
 
 def refuse_foreign_rotary(model: PreTrainedModel, site: RotarySite) -> None:
@@ -707,17 +720,20 @@ def _refuse_unexplained(anatomy: Anatomy) -> None:
     known = {id(module) for table in anatomy.tables for module in table.owner.modules()}
     known |= {id(t.owner) for t in (bias.tables.values() if bias else ())}
     known |= {id(t.owner) for t in (anatomy.page.spatial.values() if anatomy.page else ())}
-    if model.main_input_name != "pixel_values":  # a picture's is no table, and some classes do not find it
+    if not reads_pictures(model):  # a picture's is no table, and some classes do not find it
         known.add(id(model.get_input_embeddings()))
     for path, module in anatomy.text_modules():
         if isinstance(module, nn.Embedding) and id(module) not in known:
             raise PosSwapError(f"{kind(model)} holds another table at {path} whose part in its positions is unknown")
         if "relative_position_bias_table" in module._parameters and id(module) not in known:
             raise PosSwapError(f"{kind(model)} has a bias of two dimensions at {path} too, which is not swapped")
+    if reads_pictures(model) and not anatomy.turning and (path := _hands_rotation(model)) is not None:
+        raise PosSwapError(f"{kind(model)} hands {path} a rotation too, which is not swapped")
+    frames = getattr(anatomy.config, "num_frames", None)
     for path, parameter in model.named_parameters():
         for table in (table for table in anatomy.tables if table.grid and parameter.dim() > 2):
             rows, width = table.rows.shape
             single = parameter.shape[:-2].numel() == 1  # then of another width too: that of a decoder
             alike = parameter.shape[-2] == rows and (single or parameter.shape[-1] == width)
-            if alike and parameter is not table.weight:
+            if (alike or (single and parameter.shape[-2] == frames)) and parameter is not table.weight:
                 raise PosSwapError(f"{kind(model)} holds another table of positions at {path}, which is not resized")

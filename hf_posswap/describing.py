@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from .anatomies.vit import pair
-from .anatomy import STACKS, Anatomy, TableSite, examine, kind
+from .anatomy import STACKS, Anatomy, TableSite, examine, kind, reads_pictures
 from .patching import record_of
 from .pictures import CONFIG_KEYS
 from .planning.images import is_image, trained_grid
@@ -105,9 +105,7 @@ def describe(model: nn.Module) -> Description:
         scheme=None if record is None else name_of(record),
         storage=None if record is None else record.storage,
         fit=Fit(**record.measured[FIT]) if record is not None and FIT in record.measured else None,
-        serving=()
-        if record is None or model.main_input_name == "pixel_values"
-        else serving(anatomy.config.to_dict(), record, "FOLDER"),
+        serving=() if record is None or reads_pictures(model) else serving(anatomy.config.to_dict(), record, "FOLDER"),
     )
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .anatomy import Anatomy, TableSite, examine, follows_rotary_contract, text_config
+from .anatomy import Anatomy, TableSite, examine, follows_rotary_contract, kind, reads_pictures, text_config
 from .describing import silenced, silenced_here
 from .edits import same
+from .errors import PosSwapError
 from .patching import config_before, record_of
 from .planning.images import patch_embedding, trained_grid
 from .planning.layers import SECOND, second_config
@@ -77,11 +78,12 @@ def probe(model: nn.Module) -> Probe:
     installed is what the config says. The model is run a few times without gradients and left as it was.
 
     Raises:
-        PosSwapError: not a transformers model, or one without a recognised site.
+        PosSwapError: not a transformers model, or one without a recognised site; an image model that does not give a
+            vector for every patch (MAE, unless mask_ratio is 0).
     """
     anatomy = examine(model)
     with quiet(model), torch.no_grad():
-        subject = _ImageSubject(anatomy) if model.main_input_name == "pixel_values" else _TextSubject(anatomy)
+        subject = _ImageSubject(anatomy) if reads_pictures(model) else _TextSubject(anatomy)
         called = _rotary_calls(anatomy, subject)
         order, shift, distance = subject.order(), subject.shift(), subject.distance()
     dtype = next(model.parameters()).dtype
@@ -110,7 +112,8 @@ class _Subject:
 
     def __init__(self, anatomy: Anatomy) -> None:
         self.model, self.table, self.page = anatomy.model, anatomy.table, anatomy.page
-        self.layer = anatomy.layers()[1][0]
+        layers = anatomy.layers()[1]
+        self.layer, self.last = layers[0], layers[-1]
         model = anatomy.model
         if model.config.is_encoder_decoder:
             self.stack = model.get_encoder()
@@ -120,15 +123,18 @@ class _Subject:
 
     def run(self, **inputs: Any) -> tuple[Tensor, Tensor]:
         seen: list[Tensor] = []
-        handle = self.layer.register_forward_hook(
-            lambda _m, _a, out: seen.append(out if isinstance(out, Tensor) else out[0])
-        )
+        handles = [
+            layer.register_forward_hook(lambda _m, _a, out: seen.append(out if isinstance(out, Tensor) else out[0]))
+            for layer in (self.layer, self.last)
+        ]
         try:
-            last = self.stack(**inputs).last_hidden_state
+            out = self.stack(**inputs)
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
         if not seen:  # SqueezeBERT calls the forward of its layers past their hooks
             seen.append(self.stack(**inputs, output_hidden_states=True).hidden_states[1])
+        last = out.last_hidden_state if "last_hidden_state" in out else seen[-1]  # a backbone gives maps
         return seen[0][0], last[0]
 
     def blank_page(self, ids: Tensor) -> dict[str, Tensor]:
@@ -209,14 +215,23 @@ class _ImageSubject(_Subject):
         pixels = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         self.pixels = pixels.to(self.model.device, self.model.dtype)
         count = math.prod(self.grid)
-        self.first = self.states(self.pixels).shape[0] - count - (0 if self.table is None else self.table.trailing)
+        found = self.states(self.pixels)
+        self.first = found.shape[0] - count - (0 if self.table is None else self.table.trailing)
+        if found.dim() != 2 or self.first < 0:
+            raise PosSwapError(
+                f"{kind(self.model)} does not give one vector for each of {count} patches, but {tuple(found.shape)}; "
+                "what their order does to them cannot be measured"
+            )
         self.patches = slice(self.first, self.first + count)
 
     def states(self, pixels: Tensor) -> Tensor:
         """The last layer's (S, E); a video goes in with its frames before the channels."""
         size = [n * side for n, side in zip(self.grid, self.patch, strict=True)]
         pixels = pixels.reshape(1, -1, *size)
-        return self.run(pixel_values=pixels if len(size) == 2 else pixels.transpose(1, 2))[1]
+        inputs = {"pixel_values": pixels if len(size) == 2 else pixels.transpose(1, 2)}
+        if "noise" in _arguments(self.stack):  # by which MAE shuffles its patches
+            inputs["noise"] = torch.arange(math.prod(self.grid), device=pixels.device, dtype=torch.float)[None]
+        return self.run(**inputs)[1]
 
     def order(self) -> float:
         axes = range(len(self.grid))  # no reversal: a symmetric bias cannot tell one

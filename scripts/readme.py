@@ -165,7 +165,7 @@ def _head(tried: dict[str, dict]) -> list[str]:
 def coverage() -> str:
     report = _read("docs/coverage.json")
     words = {"causal-lm": "causal", "masked-lm": "masked", "seq2seq-lm": "encoder-decoder and speech"}
-    words |= {"document": "document"}
+    words |= {"document": "document", "image": "image and video (half of them convolutions)"}
     counts = []
     for task, count in report["summary"].items():
         some = count["works"] + count.get("partly", 0)

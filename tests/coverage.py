@@ -1,11 +1,12 @@
-"""Every text model type of transformers against every kind of scheme: works, refused with the reason, or wrong.
+"""Every text and image model type of transformers against every kind of scheme: works, refused with the reason, or
+wrong.
 
-    python -m tests.coverage [--shard 1/4] [--only llama bert] [--check]
+    python -m tests.coverage [--task image] [--shard 1/4] [--only llama bert] [--check]
 
-Each type has a file of its own under `--work`, so that an interrupted run goes on where it stopped; a whole run writes
-docs/coverage.json and docs/coverage.md. A cell works where
-the laws hold: effect (1), cache (4), padding (5), round trip in a fresh process (7), undo (8), refusal (12). A law is
-asked of a patched model where the model obeys it before it is patched.
+Each type has a file of its own under `--work`, so that an interrupted run goes on where it stopped; a run of whole
+tasks writes docs/coverage.json and docs/coverage.md, with the other tasks as they are there. A cell works where the
+laws hold: effect (1), cache (4), padding (5; of images, a batch), round trip in a fresh process (7), undo (8), refusal
+(12). A law is asked of a patched model where the model obeys it before it is patched.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hf_posswap import PosSwapError, anatomies, describe, patch_model, unpatch_model
-from hf_posswap.anatomy import find_rotary, mixing
+from hf_posswap.anatomy import find_bias, find_rotary, mixing, text_config
 from hf_posswap.patching import record_of
 
 from . import zoo
@@ -45,10 +47,12 @@ WORKS, REFUSED, WRONG = "works", "refused", "wrong"
 TOLERANCE = 2e-4  # of the largest logit: float32 rounding through a few layers in another order
 LENGTH = 16
 LAYERS = "layer_types"
+TWICE = ", x2"  # patched for images of twice the size
 PLAIN = "plain"  # the checkpoint of a model that is not patched
 BATCH = 22  # types that share the two fresh processes of law 7
 SCHEMES = ("nope", "yarn", "rope", "alibi", "sinusoidal", "learned")
 INSIDE = {"yarn", "rope", "alibi"}  # what they change is the logit of a query and a key
+OF_IMAGES = ("nope", "learned2d", "sincos2d", "rope2d", "bias2d", "alibi")
 
 
 def attempts(scheme: str, model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -63,6 +67,24 @@ def attempts(scheme: str, model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from [("rope", {"rope_theta": 2e5}), ("rope", {"rope_theta": 2e5} | types)]
     else:
         yield scheme, {"factor": 2, "init": "interpolate"} if scheme == "learned" else {}
+
+
+def attempts_on_images(scheme: str, model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The same: first for images of twice the size."""
+    twice, one_axis = {"image_size": larger(model)}, {"ndim": 1} if scheme == "alibi" else {}
+    if scheme == "learned2d":
+        yield scheme, twice | ({"resize": "bilinear"} if find_bias(model) is None else {"relative_bias": "keep"})
+    else:
+        yield scheme, twice | one_axis
+        yield scheme, one_axis
+
+
+def larger(model: Any) -> tuple[int, int]:
+    """(height, width) of twice as much, in whole patches."""
+    config = text_config(model)
+    patch = getattr(config, "patch_size", None) or getattr(config, "tubelet_size", 1)
+    side = patch if isinstance(patch, int) else patch[-1]
+    return tuple(2 * size - 2 * size % side for size in zoo.size_of(config))
 
 
 # --- laws 4 and 5: each takes a model and says how far apart, relative to the largest logit, what should be equal is
@@ -107,22 +129,56 @@ def padding(model: Any, before: int, after: int, positions: bool) -> float:
     return apart(together, alone)
 
 
-LAWS: dict[str, Callable[[Any], float]] = {
+def batch_of_images(model: Any) -> float:
+    """An image beside another against the image alone."""
+    inputs, other = zoo.inputs(model), zoo.inputs(model, seed=1)
+    together = zoo.run(model, {name: torch.cat([value, other[name]]) for name, value in inputs.items()})
+    return apart(together[:1], zoo.run(model, inputs))
+
+
+def other_sizes(model: Any) -> float:
+    """Whether an image of another shape, and more patches, is taken as it comes: 0, or what it gives is no number."""
+    height, width = larger(model)
+    return (zoo.run(model, zoo.pictures(model, (height, width // 2))) * 0).abs().max().item()
+
+
+Laws = Mapping[str, Callable[[Any], float]]
+LAWS: Laws = {
     "decode": lambda model: cache(model, [6] + [1] * 10),
     "chunks": lambda model: cache(model, [5, 5, 6]),
     "right padding": lambda model: padding(model, 0, 4, False),
     "left padding": lambda model: padding(model, 4, 0, False),
     "left padding, positions given": lambda model: padding(model, 4, 0, True),
 }
-OF_TASK = {"causal-lm": LAWS, "seq2seq-lm": dict(list(LAWS.items())[:4])}
 
 
-def measure(model: Any, names: list[str]) -> dict[str, float | str]:
+@dataclass(frozen=True)
+class Trial:
+    """What is tried on the types of a task, each scheme in a column, by its `attempts`; and `laws` asked of it beside
+    those of every cell.
+    """
+
+    laws: Laws
+    schemes: tuple[str, ...] = SCHEMES
+    attempts: Callable[[str, Any], Iterator[tuple[str, dict[str, Any]]]] = attempts
+
+
+OF_TEXT = Trial(dict(list(LAWS.items())[2:]))
+TRIALS = {
+    "causal-lm": Trial(LAWS),
+    "masked-lm": OF_TEXT,
+    "seq2seq-lm": Trial(dict(list(LAWS.items())[:4])),
+    "document": OF_TEXT,
+    "image": Trial({"batch": batch_of_images, "other sizes": other_sizes}, OF_IMAGES, attempts_on_images),
+}
+
+
+def measure(model: Any, laws: Laws) -> dict[str, float | str]:
     """Law -> how far apart, or the exception that it ends in."""
     found: dict[str, float | str] = {}
-    for name in names:
+    for name, law in laws.items():
         try:
-            found[name] = LAWS[name](model)
+            found[name] = law(model)
         except Exception as error:
             found[name] = zoo.reason(error)
     return found
@@ -152,10 +208,12 @@ def unchanged(model: Any, logits: Tensor, before: tuple[Any, ...], when: str) ->
         raise Wrong(f"{when} left the model changed")
 
 
-def try_patch(model: Any, scheme: str, logits: Tensor, before: tuple[Any, ...]) -> str | tuple[str, dict[str, Any]]:
+def try_patch(
+    model: Any, attempts: Iterable[tuple[str, dict[str, Any]]], logits: Tensor, before: tuple[Any, ...]
+) -> str | tuple[str, dict[str, Any]]:
     """The attempt that took, with the model patched, or why the last was refused."""
     reason = None
-    for name, params in attempts(scheme, model):
+    for name, params in attempts:
         try:
             patch_model(model, name, tokenizer=object(), **params)
         except PosSwapError as error:
@@ -169,16 +227,33 @@ def try_patch(model: Any, scheme: str, logits: Tensor, before: tuple[Any, ...]) 
     return reason
 
 
-def cell(model: Any, scheme: str, laws: list[str], folder: Path) -> str:
+def without_effect(model: Any, inputs: dict[str, Tensor], patched: Tensor, sizes: list[torch.Size]) -> bool:
+    """Whether a model gives what it gave when it was patched, for inputs that it may not take now, and holds tensors of
+    the same sizes: some resize their table at every call as `learned2d` does once.
+    """
+    try:
+        plain = zoo.run(model, inputs)
+    except Exception:
+        return False
+    same = plain.shape == patched.shape and apart(patched, plain) < 1e-5
+    return same and sizes_of(model) == sizes
+
+
+def sizes_of(model: Any) -> list[torch.Size]:
+    return [value.shape for value in model.state_dict().values()]
+
+
+def cell(model: Any, scheme: str, trial: Trial, laws: Laws, folder: Path) -> str:
     """One outcome; where the patch took, a checkpoint and its logits under `folder`, for law 7."""
     logits, before = zoo.forward(model), state(model)
-    taken = try_patch(model, scheme, logits, before)
+    taken = try_patch(model, trial.attempts(scheme, model), logits, before)
     if isinstance(taken, str):
         return f"{REFUSED}: {taken}"
     name, params = taken
-    patched = zoo.forward(model)
-    if not patched.isfinite().all() or apart(patched, logits) < 1e-5:
-        raise Wrong("law 1: no effect" if patched.isfinite().all() else "law 1: not finite")
+    inputs = zoo.inputs(model, LENGTH)
+    patched, sizes = zoo.run(model, inputs), sizes_of(model)
+    if not patched.isfinite().all():
+        raise Wrong("law 1: not finite")
     if scheme == "learned":
         zoo.forward(model, zoo.LARGEST + LENGTH)
     faults = broken(measure(model, laws))
@@ -188,8 +263,11 @@ def cell(model: Any, scheme: str, laws: list[str], folder: Path) -> str:
     save(model, patched, folder)
     storage = record_of(model).storage
     unchanged(unpatch_model(model), logits, before, "law 8: patch and undo")
-    instead = "" if name == scheme else f", as {name}"
-    return f"{WORKS}: {storage}{instead}" + (f" of {', '.join(params[LAYERS])}" if LAYERS in params else "")
+    if without_effect(model, inputs, patched, sizes):
+        raise Wrong("law 1: no effect")
+    how = "" if name == scheme else f", as {name}"
+    how += f" of {', '.join(params[LAYERS])}" if LAYERS in params else ""
+    return f"{WORKS}: {storage}{how}" + (TWICE if "image_size" in params else "")
 
 
 def save(model: Any, logits: Tensor, folder: Path) -> None:
@@ -215,14 +293,14 @@ def survey(task: str, model_type: str, root: Path, deprecations: Deprecations) -
         sites = [f"none: {error}"]
     record["mixing"] = mixing(model)
     save(model, zoo.forward(model), root / f"{task}.{model_type}.{PLAIN}")
-    measured = measure(model, list(OF_TASK.get(task, list(LAWS)[2:])))
-    exempt = broken(measured)
-    laws = [name for name in measured if name not in exempt]
+    trial = TRIALS[task]
+    exempt = broken(measure(model, trial.laws))
+    laws = {name: law for name, law in trial.laws.items() if name not in exempt}
     cells = {}
     deprecations.seen.clear()
-    for scheme in SCHEMES:
+    for scheme in trial.schemes:
         try:
-            cells[scheme] = cell(model, scheme, laws, root / f"{task}.{model_type}.{scheme}")
+            cells[scheme] = cell(model, scheme, trial, laws, root / f"{task}.{model_type}.{scheme}")
         except Exception as error:
             text = str(error) if isinstance(error, Wrong) else zoo.reason(error)
             cells[scheme] = f"{WRONG}: {text}"
@@ -290,16 +368,18 @@ def every() -> list[tuple[str, str]]:
 
 
 def sensible(record: dict[str, Any]) -> list[str]:
-    """The schemes that have a meaning on a type: a table is needed to be made longer, a logit of a query and a key for
-    what acts on it, and none swaps what is there.
+    """The schemes that have a meaning on a type: a table is needed to be made longer or filled, a logit of a query and
+    a key for what acts on it, and none swaps what is there.
     """
     sites = record.get("sites", [])
     if not sites or sites[0].startswith("none"):
         return []
     none = {"learned": "embed learned" not in sites, "sinusoidal": "embed sinusoidal" in sites}
     none["alibi"] = "bias alibi" in sites
+    none["sincos2d"] = not any(site.startswith("embed") for site in sites)
+    none["learned2d"] = none["sincos2d"] and "bias bias2d" not in sites
     none |= dict.fromkeys(INSIDE, True) if record.get("mixing") else {}
-    return [scheme for scheme in SCHEMES if not none.get(scheme, False)]
+    return [scheme for scheme in record["cells"] if not none.get(scheme, False)]
 
 
 def verdict(record: dict[str, Any]) -> str:
@@ -326,6 +406,15 @@ def lost(committed: dict[str, Any], found: dict[str, Any]) -> list[str]:
     ]
 
 
+def beside(committed: dict[str, Any], records: dict[str, Any], tasks: list[str]) -> dict[str, Any]:
+    """The records of `tasks`, and the others as they were committed; ValueError for those of another transformers."""
+    kept = {name: record for name, record in committed["types"].items() if record["task"] not in tasks}
+    if kept and committed["transformers"] != transformers.__version__:
+        raise ValueError(f"the table is of transformers {committed['transformers']}; run all tasks with this one")
+    names = (f"{task}/{model_type}" for task, model_type in every())
+    return {name: record for name in names for record in [(kept | records).get(name)] if record is not None}
+
+
 def declarations() -> dict[str, int]:
     """Lines of code, without blank ones, of every declaration that a family needs."""
     return {
@@ -344,23 +433,26 @@ def table(records: dict[str, Any]) -> dict[str, Any]:
     return versions | {"summary": counts, "declarations": declarations(), "types": records}
 
 
-HEAD = """# Every text model type of transformers {transformers}
+HEAD = """# Every text and image model type of transformers {transformers}
 
 Generated by `make coverage`. For each type of transformers' own mappings a tiny random model is built, and each kind of
 scheme is tried on it. **native** and **portable** cells obey the laws: effect, decoding with a cache, decoding in
 chunks, left and right padding, a bit-equal reload in a fresh process (native ones without this package), a bit-equal
-undo, and refusals that leave the model as it was. A law is asked of a patched model where the model obeys it before;
-the last column names those it does not. `-` is a `PosSwapError`, with its reason below. There is no third outcome.
+undo, and refusals that leave the model as it was; of images, instead of those of tokens: a batch, and images of other
+sizes. A law is asked of a patched model where the model obeys it before; the last column names those it does not. `-`
+is a `PosSwapError`, with its reason below. There is no third outcome. `x2`: patched for images of twice the size, which
+the model then takes with no flag.
 
 {counts}
 
 *works*: every scheme that has a meaning on the type; *partly*: some; *refused*: all, by name. A scheme has no meaning,
-and its cell is empty, where nothing is there for it: `learned` makes a table longer, and the type has none; the type
-has that very scheme; or `yarn`, `rope` and `alibi` change the logit of a query and a key, and the type computes none (a
-Fourier transform, hashes or averages of blocks instead of attention). Those last are refused too, with the reason
-below. BigBird is built with `attention_type="original_full"`; with its sparse attention all that acts on logits is
-refused. `nope` takes the positions; a convolution (ConvBERT, Nyströmformer, the depth-wise layers of state-space
-hybrids) and a Fourier transform still tell order.
+and its cell is empty, where nothing is there for it: `learned` makes a table longer, and the type has none;
+`learned2d` and `sincos2d` resize or fill a table of patches (`learned2d` a bias between them too), and the type has
+none; the type has that very scheme; or `yarn`, `rope` and `alibi` change the logit of a query and a key, and the type
+computes none (a Fourier transform, hashes or averages of blocks instead of attention). Those last are refused too, with
+the reason below. BigBird is built with `attention_type="original_full"`; with its sparse attention all that acts on
+logits is refused. `nope` takes the positions; a convolution (ConvBERT, Nyströmformer, the depth-wise layers of
+state-space hybrids, padded patches), windows and a Fourier transform still tell order.
 """
 
 
@@ -373,7 +465,9 @@ def page(report: dict[str, Any]) -> str:
         counts.append(f"| {task} | {sum(count.values())} | {' | '.join(str(count.get(v, 0)) for v in verdicts)} |")
     lines = [HEAD.format(transformers=report["transformers"], counts="\n".join(counts))]
     for task in report["summary"]:
-        lines += [f"## {task}\n", f"| | sites | {' | '.join(SCHEMES)} | laws not asked |", "|---|---|" + "---|" * 7]
+        schemes = TRIALS[task].schemes
+        lines += [f"## {task}\n", f"| | sites | {' | '.join(schemes)} | laws not asked |"]
+        lines.append("|---|---|" + "---|" * (1 + len(schemes)))
         lines += [row(r) for r in records.values() if r["task"] == task and "cells" in r]
         lines += ["", "### Refused, and why\n"]
         lines += [one for r in records.values() if r["task"] == task for one in reasons(r)]
@@ -406,7 +500,7 @@ def reasons(record: dict[str, Any]) -> list[str]:
         told = scheme in sensible(record) or not sensible(record) or (scheme in INSIDE and record.get("mixing"))
         if told and not outcome.startswith(WORKS):
             by_reason.setdefault(outcome.partition(": ")[2], []).append(scheme)
-    whole = len(SCHEMES)
+    whole = len(record["cells"])
     return [
         f"- {record['type']}{'' if len(schemes) == whole else f' ({chr(44).join(schemes)})'}: {reason}".replace(
             "|", "/"
@@ -436,18 +530,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "coverage", help="a file for each type")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--task", nargs="+", choices=list(zoo.TASKS), default=list(zoo.TASKS), help="all, else")
     parser.add_argument("--only", nargs="+", help="model types")
     parser.add_argument("--shard", default="1/1", help="n/m: every m-th type, from the n-th")
     parser.add_argument("--check", action="store_true", help="write no page; fail where a type was lost")
     options = parser.parse_args(arguments)
     n, m = map(int, options.shard.split("/"))
-    pairs = [pair for pair in every() if not options.only or pair[1] in options.only][n - 1 :: m]
+    whole = [pair for pair in every() if pair[0] in options.task]
+    pairs = [pair for pair in whole if not options.only or pair[1] in options.only][n - 1 :: m]
     records = run(pairs, options.work / transformers.__version__, options.processes)
-    report = table(records)
-    print(json.dumps(report["summary"], indent=1))
-    gone = lost(json.loads(COMMITTED.read_text())["types"], records) if COMMITTED.exists() else []
+    committed = json.loads(COMMITTED.read_text()) if COMMITTED.exists() else {"types": {}}
+    gone = lost(committed["types"], records)
+    print(json.dumps(table(records)["summary"], indent=1))
     print("\n".join(f"lost: {one}" for one in gone))
-    if len(records) == len(every()) and not options.check:
+    if len(records) == len(whole) and not options.check:
+        report = table(beside(committed, records, options.task))
         COMMITTED.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         COMMITTED.with_suffix(".md").write_text(page(report), encoding="utf-8")
     return int(bool(gone) or any(verdict(record) == WRONG for record in records.values()))

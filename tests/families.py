@@ -314,6 +314,8 @@ FAMILIES: dict[str, Family] = {
     "ijepa": _image("IJepa"),
     "clip": _tower("CLIP"),
     "siglip": _tower("Siglip"),
+    "vit_msn": _image("ViTMSN"),
+    "metaclip_2": _tower("MetaClip2"),
 }
 
 

@@ -27,6 +27,7 @@ import runpy  # noqa: E402
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from answers import first  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 if (FOLDER / "before.py").exists():  # what the process needs that saved them, and no checkpoint holds
@@ -64,7 +65,7 @@ def aligned(model):
 
 def kept(model, folder: Path, name: str) -> None:
     with torch.no_grad():
-        found = aligned(model).eval()(**load_file(folder / "inputs.st")).logits
+        found = first(aligned(model).eval()(**load_file(folder / "inputs.st")))
     save_file({"logits": found.contiguous()}, folder / f"{name}.st")
 
 

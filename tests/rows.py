@@ -249,6 +249,8 @@ MORE_TABLE_ROWS = [
     Row("learned2d", "vit", {"image_size": (48, 64), "patch_size": (16, 8), "num_channels": 4}, undoable=False),
     Row("learned2d", "deit", {"image_size": 64, "resize": "tile"}, undoable=False),
     Row("learned2d", "clip", {"image_size": 16}, undoable=False),
+    Row("sincos2d", "metaclip_2", {"image_size": 48}, undoable=False, recalibrate=True),
+    Row("learned2d", "vit_msn", {"image_size": (48, 64)}, undoable=False),
     Row("sincos2d", "vit", {"convention": "big_vision", "scale": "none"}, undoable=False, recalibrate=True),
     Row("sincos2d", "vit", {"convention": "moco", "image_size": (48, 64)}, undoable=False, recalibrate=True),
     Row("sincos2d", "vit", {"init": "fit", "image_size": 48}, undoable=False, recalibrate=True),
@@ -412,6 +414,8 @@ IMAGE_ROWS = [
             ("bias2d", "beit_bias", {}, {}),
             ("bias2d", "beit_shared", {"per_layer": False}, {}),
             ("rope2d", "beit_bias", {}, {}),
+            ("rope2d", "metaclip_2", {}, {}),
+            ("bias2d", "vit_msn", {}, {}),
             ("rope2d", "beit_bias", {"relative_bias": "keep"}, {"undoable": True}),
         )
     ],

@@ -15,6 +15,7 @@ from hf_posswap.patches import resize_kernel
 
 from . import oracles
 from .families import pixels
+from .small import byte_tokenizer
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 IMAGE = SMALL | {"image_size": 32, "patch_size": 8}
@@ -31,9 +32,10 @@ TOWERS = {
     "mae": ("ViTMAEModel", "ViTMAEConfig", {"mask_ratio": 0.0}, 1),
     "beit": ("BeitModel", "BeitConfig", {"use_absolute_position_embeddings": True}, 1),
     "yolos": ("YolosModel", "YolosConfig", YOLOS, 6),
+    "internvl": ("InternVLVisionModel", "InternVLVisionConfig", {"image_size": [32, 32], "patch_size": [8, 8]}, 1),
 }
 SWIN = {"embed_dim": 16, "depths": [1, 1], "num_attention_heads": [2, 2], "window_size": 2, "patch_size": 4}
-ON_THE_FLY = {"yolos": {}}  # arguments by which a tower resamples as it is called; yolos always does
+ON_THE_FLY = {"yolos": {}, "internvl": {}}  # arguments by which a tower resamples as it is called; these always do
 towers = pytest.mark.parametrize("tower", TOWERS)
 
 
@@ -91,7 +93,8 @@ def test_config_is_undone(tower: str):
     model = built(tower)
     config = model.config.to_dict()
     patch_model(model, "learned", image_size=64, patch_size=4, num_channels=1)
-    assert (model.config.image_size, model.config.patch_size) in ((64, 4), ([64, 64], 4))
+    assert model.config.image_size in (64, [64, 64])
+    assert model.config.patch_size in (4, [4, 4])
     assert model.config.num_channels == 1
     assert unpatch_model(model).config.to_dict() == config
 
@@ -110,13 +113,17 @@ def test_enlarged_image_in_enlarged_patches_is_seen_as_the_small_one(tower: str)
 
 @pytest.mark.parametrize("table", [True, False])
 @pytest.mark.parametrize("shared", [False, True])
-def test_resized_beit_has_its_biases_resized_as_its_own_forward_does(shared: bool, table: bool, tmp_path: Path):
+@pytest.mark.parametrize("name", ["Beit", "Data2VecVision"])
+def test_resized_beit_has_its_biases_resized_as_its_own_forward_does(
+    name: str, shared: bool, table: bool, tmp_path: Path
+):
     """With a table of positions beside them, or without."""
     keep = {} if table else {"relative_bias": "keep"}
     kind = "use_shared_relative_position_bias" if shared else "use_relative_position_bias"
     torch.manual_seed(0)
-    config = transformers.BeitConfig(**IMAGE | {"use_absolute_position_embeddings": table, kind: True})
-    model, image = transformers.BeitModel(config).eval(), pixels(48)
+    settings = IMAGE | {"use_absolute_position_embeddings": table, kind: True}
+    config = getattr(transformers, f"{name}Config")(**settings)
+    model, image = getattr(transformers, f"{name}Model")(config).eval(), pixels(48)
     for name, parameter in model.named_parameters():
         if "position" in name:
             torch.nn.init.normal_(parameter)
@@ -184,9 +191,11 @@ def test_refused_and_untouched(tower: str, params: dict, reason: str):
         ("VideoMAEModel", "VideoMAEConfig", {"num_frames": 4}, "no site"),
         ("BeitModel", "BeitConfig", {"use_relative_position_bias": True}, "give learned alone, with .*='keep'"),
         ("DINOv3ViTModel", "DINOv3ViTConfig", {}, "images of every size as they come; leave image_size out"),
+        ("TimesformerModel", "TimesformerConfig", {"num_frames": 4}, "another table of positions at .*time_embeddings"),
+        ("Sam3ViTModel", "Sam3ViTConfig", {}, "hands layers.0.attention a rotation too"),
         ("SwinModel", "SwinConfig", SWIN, "no site this package recognises: .* bias within windows at .*which shift"),
     ],
-    ids=["yolos", "mae decoder", "videomae", "beit", "dinov3", "swin"],
+    ids=["yolos", "mae decoder", "videomae", "beit", "dinov3", "timesformer", "sam3", "swin"],
 )
 def test_model_that_is_not_understood_is_refused(model: str, config: str, settings: dict, reason: str):
     built = getattr(transformers, model)(getattr(transformers, config)(**IMAGE | settings))
@@ -347,7 +356,54 @@ def test_positions_that_do_not_change_with_time_stay_so_in_more_frames():
     torch.testing.assert_close(model.embeddings.position_embeddings[:, 1:], still.repeat(1, 6, 1))
 
 
+@pytest.mark.parametrize("scheme", ["rope2d", "bias2d", "alibi"])
+def test_what_has_places_in_rows_and_columns_is_not_for_video(scheme: str):
+    model = video()
+    before = states(model, frames(4, (32, 32)))
+    with pytest.raises(PosSwapError, match=f"{scheme}: VivitModel reads video"):
+        patch_model(model, scheme)
+    assert torch.equal(states(model, frames(4, (32, 32))), before)
+
+
+# --- what is measured on towers that give no vector for each patch, or do not say that they read images
+
+
+@pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
+def test_a_backbone_is_probed_by_its_last_layer():
+    model = transformers.Dinov2Backbone(transformers.Dinov2Config(**IMAGE)).eval()
+    assert probe(model).knows_order
+    assert not probe(patch_model(model, "nope")).knows_order
+
+
+@pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
+def test_what_shuffles_or_drops_patches_is_probed_in_order_or_refused():
+    model = patch_model(built("mae"), "nope")
+    assert not probe(model).knows_order
+    model.config.mask_ratio = 0.75
+    with pytest.raises(PosSwapError, match="does not give one vector for each of 16 patches"):
+        probe(model)
+
+
+@pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
+@pytest.mark.parametrize(("scheme", "params"), [("rope2d", {}), ("alibi", {"ndim": 1}), ("nope", {})])
+def test_a_tower_that_says_input_ids_and_takes_pixels_is_one_of_images(scheme: str, params: dict):
+    torch.manual_seed(0)
+    model, image = transformers.Idefics3VisionTransformer(transformers.Idefics3VisionConfig(**IMAGE)).eval(), pixels(32)
+    assert model.main_input_name == "input_ids"
+    torch.nn.init.normal_(model.embeddings.position_embedding.weight)
+    before = states(model, image)
+    patch_model(model, scheme, **params)
+    assert (states(model, image) - before).abs().max() > 1e-3
+    assert probe(model).knows_order == (scheme != "nope")
+    assert torch.equal(states(unpatch_model(model), image), before)
+
+
 # --- the processor
+
+
+def test_tokenizer_of_a_model_of_images_is_refused():
+    with pytest.raises(PosSwapError, match=r"ViTModel reads images and no tokens; give processor="):
+        patch_model(built("vit"), "learned2d", image_size=48, tokenizer=byte_tokenizer())
 
 
 CROPS = {"size": {"shortest_edge": 36}, "crop_size": {"height": 64, "width": 64}}

@@ -187,7 +187,7 @@ REFUSED = [
     ("vit", "nope", {"image_size": (48, 50)}, r"image_size=\(48, 50\) is not one or two multiples of the patch size 8"),
     ("bert", "nope", {"patch_form": "linear"}, r"patch_form='linear' is for image models"),
     ("vit", "learned", {"image_size": 64, "init": "hierarchical"}, r"init='hierarchical' is for text"),
-    ("vit", "sinusoidal", {}, r"grid of patches"),
+    ("vit", "sinusoidal", {}, r"grid of patches; see 'sincos2d'"),
 ]
 REFUSED = [row for row in REFUSED if row[3] is not None]
 

@@ -5,25 +5,40 @@ import json
 import pytest
 import torch
 
+from hf_posswap.anatomy import text_config
+
 from . import zoo
 
-LEAST = {"causal-lm": 170, "masked-lm": 45, "seq2seq-lm": 30, "document": 6}
-SAMPLE = [(task, model_type) for task in zoo.TASKS for model_type in zoo.model_types(task)[::8]]
+LEAST = {"causal-lm": 170, "masked-lm": 45, "seq2seq-lm": 30, "document": 6, "image": 85}
+OF_TEXT = [task for task in zoo.TASKS if task != "image"]
+SAMPLE = [(task, model_type) for task in OF_TEXT for model_type in zoo.model_types(task)[::8]]
 
 
 @pytest.mark.parametrize(("task", "model_type"), SAMPLE, ids=lambda value: value)
 def test_a_type_is_built_tiny_and_runs(task, model_type):
+    model = tiny(model_type, task)
+    assert zoo.forward(model).shape[1] == 16
+
+
+@pytest.mark.parametrize("model_type", zoo.model_types("image")[::10])
+def test_a_type_of_images_is_built_tiny_and_reads_its_size(model_type):
+    model = tiny(model_type, "image")
+    inputs = zoo.inputs(model)
+    assert next(iter(inputs.values())).shape[-2:] == zoo.size_of(text_config(model))
+
+
+def tiny(model_type, task):
+    """A model, or a skip; it is small, runs and has something in every parameter."""
     try:
         model = zoo.build(model_type, task)
     except zoo.CannotBuild as error:
         pytest.skip(str(error))
-    logits = zoo.forward(model)
-    assert logits.isfinite().all()
-    assert logits.shape[1] == 16
+    assert zoo.forward(model).isfinite().all()
     assert not model.training
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert sum(p.numel() for p in model.parameters()) < 2e6
+    assert sum(p.numel() for p in model.parameters()) < 6e6
     assert all(p.any() for p in model.parameters() if p.numel())
+    return model
 
 
 def test_two_builds_are_the_same_and_leave_the_random_state_alone():

@@ -1,4 +1,4 @@
-"""The zoo: a tiny random instance of every text model type in transformers' own auto mappings.
+"""The zoo: a tiny random instance of every text and image model type in transformers' own auto mappings.
 
     python -m tests.zoo --output census.json        # what can be built here, and if not, why
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import re
 from copy import deepcopy
@@ -24,6 +25,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from hf_posswap.anatomy import text_config
+
+from .answers import first
 from .families import with_page
 
 TASKS = {
@@ -31,6 +35,7 @@ TASKS = {
     "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "document": "",
+    "image": "",
 }
 # Types that read boxes: no mapping has all of them and no others. LayoutLMv2 is built with a stand-in for its visual
 # backbone, which is of detectron2 (`detectron.py`); LayoutXLM is its architecture, and has no class of its own.
@@ -42,11 +47,31 @@ DOCUMENTS = {
     "lilt": "LiltForTokenClassification",
     "udop": "UdopForConditionalGeneration",
 }
+# A type that reads images or videos has the first class that is in one of these. What else has a tower that takes
+# pixels and nothing beside them (SigLIP 2's are cut into patches) is among all of transformers' models.
+PICTURES = ("IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "IMAGE", "BACKBONE")
+TOWERS = (
+    "chinese_clip_vision_model",
+    "clip_vision_model",
+    "granite_docling_vision",
+    "idefics3_vision",
+    "internvl_vision",
+    "pixtral",
+    "qianfan_ocr_vision",
+    "sam3_vision_model",
+    "sam3_vit_model",
+    "sam_hq_vision_model",
+    "sam_vision_model",
+    "siglip2_vision_model",
+    "smolvlm_vision",
+)
 
 VOCAB = 128
 WORDS = range(16, 112)  # the ids of running text; special tokens are below and above
 HEADS = 4
 LARGEST = 64  # of any size that no cap below knows
+SIDES = ("image_size", "crop_size")  # what configs call the pixels of a side
+FRAMES = ("num_frames", "frames_per_clip")
 
 # The cap of a size, by the first pattern that is the whole name of the field.
 CAPS = {
@@ -63,6 +88,9 @@ CAPS = {
     r".*_d_state|.*state_size|original_max_position_embeddings": 16,
 }
 
+WINDOWS = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4}
+DETR = {"use_timm_backbone": False, "backbone_config": {"model_type": "resnet", "depths": [1] * 4}}
+PATCH_OF_A_PICTURE = {"model_type": "dinov2", "image_size": 16, "patch_size": 4, "apply_layernorm": True}
 BOXES = {"max_2d_position_embeddings": 1024}  # coordinates go to 1000
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 BOTH = ["sliding_attention", "full_attention"]
@@ -149,6 +177,47 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zamba2": {"use_mem_rope": True},
     "zaya": {"layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 8},
+    # of images: towers whose checkpoints have what their config leaves out, or with too few patches at 64 pixels
+    "beit": {"use_relative_position_bias": True},
+    "chinese_clip_vision_model": {"patch_size": 16},
+    "clip_vision_model": {"patch_size": 16},
+    "data2vec-vision": {"use_relative_position_bias": True},
+    "idefics3_vision": {"patch_size": 16},
+    "metaclip_2_vision_model": {"patch_size": 16},
+    "smolvlm_vision": {"patch_size": 16},
+    "vit_mae": {"mask_ratio": 0.0},
+    # sizes that depend on each other
+    "bit": {"num_groups": 4, "depths": [1] * 4},
+    "conditional_detr": DETR,
+    "cvt": {"num_heads": [1, 2, 4]},
+    "dab-detr": DETR,
+    "deformable_detr": DETR,
+    "depth_pro": {
+        "patch_size": 16,
+        "intermediate_hook_ids": [1, 0],
+        "fov_model_config": PATCH_OF_A_PICTURE,
+        "image_model_config": PATCH_OF_A_PICTURE,
+        "patch_model_config": PATCH_OF_A_PICTURE,
+    },
+    "detr": DETR,
+    "dinov3_convnext": {"hidden_sizes": [16, 16, 32, 32], "depths": [1] * 4},
+    "donut-swin": WINDOWS,
+    "efficientnet": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128},
+    "focalnet": {"embed_dim": 16, "depths": [1] * 4},
+    "hiera": {"embed_dim": 8, "depths": [1] * 4},
+    "llama4_vision_model": {"intermediate_size": 256, "vision_output_dim": 64},
+    "maskformer-swin": WINDOWS,
+    "mobilenet_v1": {"depth_multiplier": 0.25},
+    "mobilenet_v2": {"depth_multiplier": 0.25},
+    "pp_lcnet": {"scale": 0.25},
+    "pp_lcnet_v3": {"scale": 0.25},
+    "pp_lcnet_v4": {"stem_channels": [3, 48, 96]},
+    "regnet": {"depths": [1] * 4},
+    "swin": WINDOWS,
+    "swin2sr": {"embed_dim": 16, "depths": [2], "num_heads": [2], "window_size": 4},
+    "swinv2": WINDOWS,
+    "table-transformer": DETR,
+    "uvdoc_backbone": {"resnet_head": [[3, 32], [32, 32]]},
 }
 
 # Types that do not run on text alone, and why.
@@ -156,6 +225,9 @@ NOT_ALONE = {
     "gemma4_assistant": "drafts for a Gemma 4 model, whose hidden states and keys it is given",
     "gemma4_unified_assistant": "drafts for a Gemma 4 model, whose hidden states and keys it is given",
     "voxtral_realtime": "adds an audio frame to every token",
+    "cohere2_vision": "reads text beside its images",
+    "mllama": "reads tiles of images, with the shape that they make together",
+    "shieldgemma2": "reads text beside its images",
 }
 
 
@@ -170,7 +242,19 @@ def model_types(task: str) -> list[str]:
 
 def classes(task: str) -> dict[str, str]:
     """Model type -> name of the class that transformers maps it to for a task."""
-    return DOCUMENTS if task == "document" else getattr(modeling_auto, TASKS[task])
+    return OWN[task] if task in OWN else getattr(modeling_auto, TASKS[task])
+
+
+def of_images() -> dict[str, str]:
+    """The same of all that reads images or videos."""
+    every = modeling_auto.MODEL_MAPPING_NAMES
+    found = {model_type: every[model_type] for model_type in TOWERS if model_type in every}
+    for name in reversed(PICTURES):
+        found |= getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES")
+    return {model_type: names if isinstance(names, str) else names[0] for model_type, names in found.items()}
+
+
+OWN = {"document": DOCUMENTS, "image": of_images()}  # of the tasks that no one mapping is about
 
 
 def build(model_type: str, task: str, **fixed: Any) -> PreTrainedModel:
@@ -215,7 +299,11 @@ def reason(error: Exception) -> str:
 
 
 def inputs(model: PreTrainedModel, length: int = 16, seed: int = 0) -> dict[str, Tensor]:
-    """Random text (1, length), also for the decoder; models that read codebooks get it once for each."""
+    """Random text (1, length), also for the decoder; models that read codebooks get it once for each. An image, or a
+    video, for what reads no text, of the size that the config says.
+    """
+    if "input_ids" not in inspect.signature(model.forward).parameters:
+        return pictures(model, size_of(text_config(model)), seed)
     generator = torch.Generator().manual_seed(seed)
     rows = getattr(model.config, "num_codebooks", 1)
     stop = min(WORDS.stop, getattr(model.config.get_text_config(), "vocab_size", VOCAB))
@@ -230,10 +318,44 @@ def with_image(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, T
     return with_page(model, inputs, next((side for side in sides if isinstance(side, int)), LARGEST))
 
 
+def size_of(config: PreTrainedConfig) -> tuple[int, int]:
+    """(height, width) in pixels of what a model reads."""
+    size = next((value for value in (vars(config).get(name) for name in SIDES) if value), LARGEST)
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def pictures(model: PreTrainedModel, size: tuple[int, int], seed: int = 0) -> dict[str, Tensor]:
+    """One random image (1, C, *size), or video (1, frames, C, *size); MAE's order of patches is given too."""
+    config, names = text_config(model), inspect.signature(model.forward).parameters
+    video = config.model_type in modeling_auto.MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES
+    frames = [vars(config)[name] for name in FRAMES if video and name in vars(config)]
+    shape = (1, *frames, getattr(config, "num_channels", 3), *size)
+    pixels = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    if "spatial_shapes" in names:
+        return cut(pixels, config.patch_size)
+    found = {next(name for name in names if name.startswith(("pixel", "inputs"))): pixels}
+    if "noise" in names:
+        found["noise"] = torch.arange(float(size[0] * size[1] // config.patch_size**2))[None]
+    return found
+
+
+def cut(pixels: Tensor, patch: int) -> dict[str, Tensor]:
+    """What SigLIP 2 is given of images (B, C, height, width): patches (B, N, patch * patch * C), and how many."""
+    rows, columns = (side // patch for side in pixels.shape[-2:])
+    patches = pixels.unflatten(3, (columns, patch)).unflatten(2, (rows, patch)).permute(0, 2, 4, 3, 5, 1)
+    patches = patches.flatten(3).flatten(1, 2)
+    shapes = torch.tensor([[rows, columns]]).expand(len(pixels), -1)
+    return {"pixel_values": patches, "pixel_attention_mask": torch.ones(patches.shape[:2]), "spatial_shapes": shapes}
+
+
 def forward(model: PreTrainedModel, length: int = 16) -> Tensor:
-    """Logits of random text, (1, length, vocabulary)."""
+    """Logits of random text, (1, length, vocabulary); of an image, what its model gives first."""
+    return run(model, inputs(model, length))
+
+
+def run(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
     with torch.no_grad():
-        return model(**inputs(model, length)).logits
+        return first(model(**inputs))
 
 
 # --- tiny configs
@@ -371,7 +493,9 @@ def summary(records: list[dict[str, Any]], task: str) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Build everything, print a line for each type and the counts, and write the records."""
-    parser = argparse.ArgumentParser(description="Build a tiny instance of every text model type.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description="Build a tiny instance of every text and image model type.", allow_abbrev=False
+    )
     parser.add_argument("--output", type=Path, help="where to write the records, as JSON")
     parser.add_argument("--task", choices=list(TASKS), action="append", help="only this task; may be repeated")
     options = parser.parse_args(arguments)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..anatomies.vit import pair
-from ..anatomy import Anatomy, kind
+from ..anatomy import Anatomy, kind, reads_pictures
 from ..edits import Hook, same
 from ..errors import PosSwapError
 from ..grid import Sight, look
@@ -27,7 +27,7 @@ AROUND = "around"  # in `measured`: tokens before and after the patches
 
 
 def is_image(anatomy: Anatomy) -> bool:
-    return anatomy.model.main_input_name == "pixel_values"
+    return reads_pictures(anatomy.model)
 
 
 def chosen_ndim(anatomy: Anatomy, scheme: Scheme, ndim: int | None) -> int | None:
@@ -40,6 +40,11 @@ def chosen_ndim(anatomy: Anatomy, scheme: Scheme, ndim: int | None) -> int | Non
             what = f"ndim={ndim}" if ndim == 2 else scheme.name
             raise PosSwapError(f"{what}: the tokens of {model} stand in a row, which has one dimension, not two")
         return None
+    if inside and scheme.ndim and anatomy.table is not None and len(anatomy.table.grid or ()) > 2:
+        raise PosSwapError(
+            f"{scheme.name}: {model} reads video, whose patches have frames beside rows and columns; what has places "
+            "inside attention is for images"
+        )
     if ndim is not None and not (inside and scheme.ndim):
         raise PosSwapError(f"ndim={ndim}: {scheme.name} puts no places inside the attention of {model}; leave ndim out")
     if inside and scheme.ndim and scheme.ndim != (ndim or 2):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..anatomy import find_table, kind
+from ..anatomy import find_table, kind, reads_pictures
 from ..edits import Replace, same
 from ..errors import PosSwapError
 from ..pictures import CONFIG_KEYS
@@ -24,7 +24,7 @@ def limit_edits(
         check_tokenizer(tokenizer, model)
         edits.append(Replace(tokenizer, "model_max_length", length, "tokenizer"))
     texts = getattr(processor, "tokenizer", None)
-    if texts is not None and model.main_input_name != "pixel_values":
+    if texts is not None and not reads_pictures(model):
         check_tokenizer(texts, model)
         edits.append(Replace(texts, "model_max_length", length, "processor.tokenizer"))
     elif processor is not None:
@@ -42,7 +42,8 @@ def check_processor(processor: Any, model: Any, config: Any, before: dict[str, A
 
     config: the model's new one; before: what some of its keys were. A model that takes any size has no wrong one.
     """
-    name, input_name = f"processor={kind(processor)}", model.main_input_name
+    name = f"processor={kind(processor)}"
+    input_name = "pixel_values" if reads_pictures(model) else model.main_input_name
     if not hasattr(processor, "size"):
         raise PosSwapError(f"{name} has no size to update")
     if input_name not in getattr(processor, "model_input_names", ()):
@@ -108,6 +109,8 @@ def check_tokenizer(tokenizer: Any, model: Any) -> None:
     """Raise PosSwapError for a tokenizer that is none, or that makes ids the model has no row for."""
     if not hasattr(tokenizer, "model_max_length"):
         raise PosSwapError(f"tokenizer={kind(tokenizer)} is not a tokenizer: it has no model_max_length")
+    if reads_pictures(model):
+        raise PosSwapError(f"tokenizer={kind(tokenizer)}: {kind(model)} reads images and no tokens; give processor=")
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise PosSwapError(f"tokenizer has {len(tokenizer)} tokens and this {kind(model)} has {rows}: it does not fit")

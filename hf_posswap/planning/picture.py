@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..anatomies.vit import pair
-from ..anatomy import Anatomy, TableSite, kind
+from ..anatomy import Anatomy, TableSite, kind, reads_pictures
 from ..edits import Replace
 from ..errors import PosSwapError
 from ..patches import is_patch_convolution, linear_form, rechannel_kernel, resize_kernel
@@ -68,7 +68,7 @@ def refuse_picture(new: Plan) -> None:
     if new.picture is not None and not frames(new.anatomy):
         name, value = next(iter(new.picture.given().items()))
         model, given = kind(new.anatomy.model), f"{new.scheme}: {name}={value!r}"
-        if new.anatomy.model.main_input_name != "pixel_values":
+        if not reads_pictures(new.anatomy.model):
             raise PosSwapError(f"{given} is for image models, and {model} is none")
         takes = "it takes images of every size as they come; " if name == "image_size" else ""
         raise PosSwapError(f"{given}: {model} has no table of patches to resize; {takes}leave {name} out")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+from ..errors import PosSwapError
 from ..scheme import Scheme
 from ..sites import EMBED, EmbedChange, EmbedGeometry
 
@@ -60,7 +61,9 @@ class Sinusoidal(Scheme):
         if site.dim % 2:
             raise self.refuse("layout", f"needs an even width to pair sines with cosines; this model's is {site.dim}")
         if site.grid is not None:
-            raise self.refuse("max_positions", "is one-dimensional, and this model's positions are a grid of patches")
+            raise PosSwapError(
+                "sinusoidal: it has one dimension, and this model's positions are a grid of patches; see 'sincos2d'"
+            )
         length, concat = self.max_positions or site.length, self.combine == "concat"
         if self.init == "fit":
             if site.table is None:
