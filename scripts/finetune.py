@@ -22,7 +22,8 @@ def main() -> None:
     )
     from accelerate import PartialState
 
-    from hf_posswap.training.loop import finetune, load, load_teacher
+    from hf_posswap.training.distil import load_teacher
+    from hf_posswap.training.loop import finetune, load
 
     finetune(*load(arguments, scheme_from(scheme), picture.given()), arguments, load_teacher(arguments))
     PartialState().destroy_process_group()

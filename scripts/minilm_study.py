@@ -281,6 +281,7 @@ def table(results: dict[str, dict[str, float]], lengths: list[int]) -> str:
 
 
 def _figure(value: float) -> str:
+    value = round(value, 4) + 0.0  # no -0
     return f"{value:.4f}" if 0 < abs(value) < 0.1 else f"{value:.2f}"
 
 

@@ -101,7 +101,8 @@ def flags(arguments: FinetuneArguments) -> list[str]:
 def run(*command: object, expect: int = 0, **environment: str) -> subprocess.CompletedProcess:
     """A real process, on one thread, without a network."""
     variables = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
-    variables |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    variables |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     variables["HF_DATASETS_CACHE"] = str(datasets.config.HF_DATASETS_CACHE)
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=variables | environment)
     assert done.returncode == expect, done.stderr

@@ -17,9 +17,11 @@ from transformers import BertModel
 
 from hf_posswap import PosSwapError, from_pretrained, patch_model
 from hf_posswap.card import card
+from hf_posswap.scheme import make_scheme
 from hf_posswap.training.data import read_documents
+from hf_posswap.training.distil import load_teacher
 from hf_posswap.training.log import TrainingLog
-from hf_posswap.training.loop import finetune, load, load_teacher
+from hf_posswap.training.loop import finetune, load
 from hf_posswap.training.sentences import SentenceBatches, Texts
 from hf_posswap.training.vectors import SentenceLoss, embed_for_loss, make_sentence_teacher, padded
 
@@ -95,7 +97,7 @@ def test_a_text_that_the_teacher_cannot_read_at_once_has_the_mean_of_its_windows
     assert [len(window) for window in windows] == [16, 16, 12]
     total = sum(len(window) * alone(teacher, window, "mean") for window in windows)
     expected = torch.stack([alone(teacher, short, "mean"), F.normalize(total, dim=0)])
-    torch.testing.assert_close(guide.read(padded([short, long], PAD)).double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(guide.read(padded([short, long], PAD)).reached.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def batches_of(asked, tokenizer, size: int = 8) -> SentenceBatches:
@@ -194,6 +196,30 @@ def test_a_run_of_the_script_resumes(tmp_path, sentences, bert_tokenizer):
     assert isinstance(from_pretrained(tmp_path / "again"), BertModel)
 
 
+def test_a_teacher_that_has_read_all_texts_gives_the_curve_of_one_that_reads_along(tmp_path, sentences, bert_tokenizer):
+    """Texts of several lengths lie beside others in a batch then, which rounds in another way."""
+    encoder().save_pretrained(tmp_path / "base")
+    bert_tokenizer.save_pretrained(tmp_path / "base")
+    logs = []
+    for name, cache, pooling in (
+        ("along", None, "mean"),
+        ("first", "x", "mean"),
+        ("again", "x", "mean"),
+        ("cls", "x", "cls"),
+    ):
+        cached = {"teacher_cache": cache and str(tmp_path / cache), "pooling": pooling, "file_pattern": "bisect.py"}
+        asked = replace(sentences, output_dir=str(tmp_path / name), model=str(tmp_path / "base"), **cached)
+        logs.append(finetune(*load(asked, make_scheme("rope", {})), asked, load_teacher(asked)))
+    along, first, again, cls = logs
+    assert losses(first) == pytest.approx(losses(along), rel=1e-5)
+    assert losses(again) == losses(first)
+    assert [log.precomputed["files_written"] for log in logs[1:]] == [1, 0, 1]
+    assert first.precomputed["gib"] * 2**30 == pytest.approx(first.rows * 32 * 4, rel=0.02)
+    assert losses(cls)[0] != losses(first)[0]
+    with pytest.raises(PosSwapError, match=r"teacher='.*' has vectors of 32 numbers, and the model of 64"):
+        finetune(encoder(hidden_size=64), bert_tokenizer, asked)
+
+
 @pytest.mark.long
 def test_two_processes_train_as_one_does(tmp_path, sentences, bert_tokenizer):
     encoder().save_pretrained(tmp_path / "base")
@@ -232,6 +258,12 @@ def silenced() -> BertModel:
         ),
         (encoder, None, {"distil": 0.0}, "contrast_rows=0: with distil=0 texts are told apart, in groups of 2 or more"),
         (encoder, encoder, {"distil": 0.5, "contrast_rows": 3}, "contrast_rows=3: .*per_device_train_batch_size=4"),
+        (
+            encoder,
+            None,
+            {"distil": 0.5, "contrast_rows": 2, "teacher_cache": "x"},
+            "teacher_cache='x': with distil=0.5 texts are cropped anew in every epoch, .* use distil=1",
+        ),
         (encoder, encoder, {"contrast_rows": 2}, "contrast_rows=2 has no share of the loss with distil=1"),
         (encoder, None, {}, "distil=1 and a teacher go together"),
         (encoder, partial(encoder, vocab_size=300), {}, r"teacher=BertModel embeds tokens .* as \(300, 32\)"),

@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,9 +37,10 @@ from hf_posswap.training.arguments import FinetuneArguments
 from hf_posswap.training.checkpoints import STATE
 from hf_posswap.training.checks import check_documents_apart, check_parallelism
 from hf_posswap.training.data import IGNORED, Batches, read_documents, tokenize
+from hf_posswap.training.distil import load_teacher
 from hf_posswap.training.flops import peak_tflops
 from hf_posswap.training.log import TrainingLog
-from hf_posswap.training.loop import finetune, load, load_teacher
+from hf_posswap.training.loop import finetune, load
 from hf_posswap.training.loss import chunk_loss
 from hf_posswap.training.packing import Blocks
 
@@ -605,6 +607,12 @@ def test_weights_are_loaded_as_float32_unless_asked_otherwise(tmp_path, argument
         assert from_pretrained(one.output_dir).dtype == expected
 
 
+DEEPSPEED = [
+    pytest.mark.long,
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed"),
+]
+
+
 @pytest.mark.parametrize(
     ("config", "tied", "scheme"),
     [
@@ -612,8 +620,10 @@ def test_weights_are_loaded_as_float32_unless_asked_otherwise(tmp_path, argument
         ("fsdp2", False, {"scheme": "t5", "distil": 0.5}),
         pytest.param("fsdp2", True, {"scheme": "yarn", "factor": 2.0}, marks=pytest.mark.long),
         pytest.param("ddp", True, {"scheme": "t5"}, marks=pytest.mark.long),
+        pytest.param("zero3", False, {"scheme": "yarn", "factor": 2.0}, marks=DEEPSPEED),
+        pytest.param("zero3", False, {"scheme": "t5", "distil": 0.5}, marks=DEEPSPEED),
     ],
-    ids=["ddp", "fsdp2-t5-distil", "fsdp2-yarn-tied", "ddp-t5-tied"],
+    ids=["ddp", "fsdp2-t5-distil", "fsdp2-yarn-tied", "ddp-t5-tied", "zero3-yarn", "zero3-t5-distil"],
 )
 @pytest.mark.filterwarnings("ignore::hf_posswap.RecalibrationWarning")
 def test_two_processes_train_and_resume_as_one_does(
@@ -635,7 +645,7 @@ def test_two_processes_train_and_resume_as_one_does(
     words = ["--scheme", name, *(str(word) for pair in parameters.items() for word in (f"--{pair[0]}", pair[1]))]
     words = words if name else []
     two = launch(2, shared, *words, config=config)
-    assert two.hardware["distributed"] == {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}[config]
+    assert two.hardware["distributed"] == {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "zero3": "DEEPSPEED"}[config]
     again = replace(
         shared, output_dir=str(tmp_path / "again"), resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-2")
     )

@@ -157,6 +157,17 @@ class FinetuneArguments:
     teacher_device: Literal["same", "cpu"] = field(
         default="same", metadata=_help("Where the teacher computes; its head is beside the model in any case.")
     )
+    teacher_cache: str | None = field(
+        default=None,
+        metadata=_help(
+            "Folder that keeps what the teacher makes of every row, read once before training; training then holds",
+            "none but its head, and later runs on the same rows load none. Anything else of text, teacher, lengths or",
+            "precision is kept under a name of its own. On disk a token that the teacher reads takes as many bytes as",
+            "one state of it: its width times 2 in bfloat16, times 4 in float32 (8 KiB a token, 8 TB for 10**9, at a",
+            "width of 4096); with sentences a text takes one float32 vector. For rows that are the same in every",
+            "epoch: not for masked ones, nor for crops, nor with --distil_hidden.",
+        ),
+    )
     distil_temperature: float = field(
         default=1.0, metadata=_help("Temperature of both distributions; above 1 the unlikely tokens count more.")
     )
@@ -249,9 +260,14 @@ class FinetuneArguments:
         self._check("distil_temperature", above=0)
         self._check("contrast_temperature", above=0)
         self._check("distil_hidden", at_least=0)
-        for name in ("teacher", "distil_hidden"):
+        for name in ("teacher", "teacher_cache", "distil_hidden"):
             if getattr(self, name) and not self.distil:
                 raise PosSwapError(f"{name}={getattr(self, name)!r} was given with distil=0, which asks no teacher")
+        if self.teacher_cache is not None and self.distil_hidden:
+            raise PosSwapError(
+                f"teacher_cache={self.teacher_cache!r} keeps one state of a token, and distil_hidden="
+                f"{self.distil_hidden:g} asks for those of every layer; use distil_hidden=0, or leave it out"
+            )
         if self.block_size is None and (self.train_file or self.train_dir or self.pose_length or self.curriculum):
             raise PosSwapError("block_size is missing: say how many tokens a training row has")
         self._check("pose_length", above=self.block_size or 0)

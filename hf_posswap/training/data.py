@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from ..anatomy import kind
@@ -126,6 +126,7 @@ class Batches:
     reads: ClassVar[str] = "text, a token at a time"
     unit: ClassVar[str] = "nats per token"
     foreign: ClassVar[tuple[str, ...]] = (*OF_PICTURES, *OF_SENTENCES)
+    headed: ClassVar[bool] = True  # a teacher's head has a part in the loss
 
     blocks: Rows
     tokenizer: PreTrainedTokenizerBase
@@ -148,6 +149,11 @@ class Batches:
             raise PosSwapError("block_size is missing: say how many tokens a training row has")
         if objective == "masked" and arguments.packing != "concat":
             raise PosSwapError(f"packing={arguments.packing!r} is for causal models; use packing='concat'")
+        if objective == "masked" and arguments.teacher_cache is not None:
+            raise PosSwapError(
+                f"teacher_cache={arguments.teacher_cache!r}: which tokens are masked is drawn anew in every epoch, so "
+                "what the teacher reads cannot be read before; leave it out"
+            )
         check_tokenizer(tokenizer, model, objective)
         check_length(model, arguments)
         return arguments
@@ -181,30 +187,32 @@ class Batches:
         """`guard.check_start` on the first of these rows."""
         return check_start(model, self)
 
-    def lay_loss(
-        self, model: PreTrainedModel, teacher: PreTrainedModel | None, device: torch.device
-    ) -> tuple[Teacher | None, bool]:
-        """Have the model return its loss as it is trained: the teacher where it computes, and whether that is done
-        without all logits at once. device: that of training.
-        """
-        arguments, causal = self.arguments, self.objective == "causal"
-        if teacher is None:
-            return None, chunk_loss(model, causal=causal)
-        guide = make_teacher(
+    def make_teacher(self, teacher: PreTrainedModel, model: PreTrainedModel, device: torch.device) -> Teacher:
+        """What reads these batches for a model that is trained on `device`."""
+        return make_teacher(
             teacher,
             model,
-            causal=causal,
-            longest=arguments.block_size,
-            layers=arguments.distil_hidden > 0,
+            causal=self.objective == "causal",
+            longest=self.arguments.block_size,
+            layers=self.arguments.distil_hidden > 0,
             device=self.teachers(device),
         )
+
+    def lay_loss(self, model: PreTrainedModel, head: nn.Module | None) -> bool:
+        """Have the model return its loss as it is trained; whether that is done without all logits at once.
+
+        head: the teacher's, beside the model; None where nothing is distilled.
+        """
+        arguments, causal = self.arguments, self.objective == "causal"
+        if head is None:
+            return chunk_loss(model, causal=causal)
         weights = (arguments.distil, arguments.distil_temperature, arguments.distil_hidden)
-        if not chunk_loss(model, causal=causal, distillation=Distillation(guide.head_on(device), *weights)):
+        if not chunk_loss(model, causal=causal, distillation=Distillation(head, *weights)):
             raise PosSwapError(
                 f"distil={arguments.distil:g}: {kind(model)} makes more of its logits than its head does (a cap, a "
                 "scale, a loss of its own); use distil=0"
             )
-        return guide, True
+        return True
 
     def teachers(self, device: torch.device) -> torch.device:
         """Where the teacher of a model on `device` computes."""
@@ -234,10 +242,27 @@ class Batches:
         are kept apart or positions spread; and with the latter `attention_mask`, all 1: without one, transformers
         takes a gap between positions for the edge of a document.
         """
-        size = self.arguments.per_device_train_batch_size
-        epoch, rows = self.rows(step)
-        begins = range(process * size, self.global_batch_size, processes * size)
-        return [self._collate(epoch, rows[begin : begin + size], self.length(step)) for begin in begins]
+        epoch, length = self.rows(step)[0], self.length(step)
+        return [self._collate(epoch, rows, length) for rows in self.rows_of_process(step, process, processes)]
+
+    def rows_of_process(self, step: int, process: int, processes: int) -> list[np.ndarray]:
+        """The numbers of the rows that one process's share of a step is made of, (B,) for each forward."""
+        size, rows = self.arguments.per_device_train_batch_size, self.rows(step)[1]
+        return [rows[begin : begin + size] for begin in range(process * size, len(rows), processes * size)]
+
+    def of_rows(self, rows: np.ndarray, length: int) -> dict[str, Tensor]:
+        """A batch of rows that are the same in every epoch."""
+        return self._collate(0, rows, length)
+
+    @property
+    def vectors(self) -> int:
+        """What a teacher makes of a row, at most."""
+        return self.blocks.block_size
+
+    def read_by_teacher(self) -> dict[str, Any]:
+        """All that what a teacher reads depends on, where it is the same in every epoch; ready for JSON."""
+        text, asked = self.blocks.stream.digest(), self.arguments
+        return {"text": text, "objective": self.objective, "packing": asked.packing, "block_size": asked.block_size}
 
     def first(self) -> dict[str, Tensor]:
         """The first batch of the first process."""

@@ -15,18 +15,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..anatomy import kind
+from ..checkpoint import from_pretrained
 from ..errors import PosSwapError
 from ..evaluation.subjects import trained_length
 from ..patching import record_of
+from .arguments import FinetuneArguments
 from .head import LogitsOf, is_plain, withheld
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..record import Record
+
 
 @dataclass
 class Taught:
-    """What a teacher makes of a batch: what reaches its head, (B, K, E), and the states of its layers, where asked."""
+    """What a teacher makes of a batch: what reaches its head, (B, K, E), and the states of its layers, where asked; of
+    texts, their vectors (N, E).
+    """
 
     reached: Tensor
     layers: tuple[Tensor, ...] = ()
@@ -109,6 +115,29 @@ class Teacher:
         return head if self.device == device else copy.deepcopy(head).to(device)
 
 
+def load_teacher(arguments: FinetuneArguments) -> PreTrainedModel | None:
+    """The model that teaches, None where nothing is distilled, or where `precompute` loads it if it has to.
+
+    Raises PosSwapError where there is none to load.
+    """
+    return open_teacher(arguments) if arguments.distil and arguments.teacher_cache is None else None
+
+
+def teacher_folder(arguments: FinetuneArguments) -> str:
+    folder = arguments.teacher or arguments.model
+    if folder is None:
+        raise PosSwapError(f"distil={arguments.distil:g} needs a teacher; give the folder of the unpatched model")
+    return folder
+
+
+def open_teacher(arguments: FinetuneArguments) -> PreTrainedModel:
+    folder = teacher_folder(arguments)
+    try:
+        return from_pretrained(folder, dtype="auto")
+    except OSError as error:
+        raise PosSwapError(f"teacher={folder!r} cannot be loaded: {error}") from error
+
+
 def make_teacher(
     teacher: PreTrainedModel,
     student: PreTrainedModel,
@@ -126,10 +155,7 @@ def make_teacher(
     more of its logits than its head does, or that does not know rows of that length.
     """
     name = check_teacher(teacher, student)
-    heads = [model.get_output_embeddings() for model in (teacher, student)]
-    if heads[0] is None or heads[0].weight.shape[0] != heads[1].weight.shape[0]:
-        rows = "no head" if heads[0] is None else f"{heads[0].weight.shape[0]} tokens"
-        raise PosSwapError(f"{name} has {rows}, and the model {heads[1].weight.shape[0]}; both need one vocabulary")
+    check_vocabulary(name, teacher.get_output_embeddings(), student)
     shapes = [
         (m.config.get_text_config().num_hidden_layers, m.config.get_text_config().hidden_size)
         for m in (teacher, student)
@@ -153,10 +179,24 @@ def make_teacher(
 
 def check_teacher(teacher: PreTrainedModel, student: PreTrainedModel) -> str:
     """What messages call the teacher. Raises PosSwapError for one that carries the student's own swap."""
-    name, own, mine = f"teacher={kind(teacher)}", record_of(teacher), record_of(student)
+    name = f"teacher={kind(teacher)}"
+    check_swap(name, record_of(teacher), student)
+    return name
+
+
+def check_swap(name: str, own: Record | None, student: PreTrainedModel) -> None:
+    """own: what the teacher's config says of a swap. Raises PosSwapError where it is the student's."""
+    mine = record_of(student)
     if own is not None and mine is not None and (own.scheme, own.params) == (mine.scheme, mine.params):
         raise PosSwapError(f"{name} carries the swap of the model that it is to teach; give the unpatched model")
-    return name
+
+
+def check_vocabulary(name: str, head: nn.Module | None, student: PreTrainedModel) -> None:
+    """Raise PosSwapError unless the teacher's head has as many tokens as the student's."""
+    tokens = student.get_output_embeddings().weight.shape[0]
+    if head is None or head.weight.shape[0] != tokens:
+        rows = "no head" if head is None else f"{head.weight.shape[0]} tokens"
+        raise PosSwapError(f"{name} has {rows}, and the model {tokens}; both need one vocabulary")
 
 
 def known_length(teacher: PreTrainedModel) -> int:

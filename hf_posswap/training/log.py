@@ -23,6 +23,7 @@ FREE = frozenset(
         "model",
         "teacher",
         "teacher_device",
+        "teacher_cache",
         "max_steps",
         "train_file",
         "train_dir",
@@ -46,7 +47,7 @@ def without_paths(arguments: dict[str, Any]) -> dict[str, Any]:
         name: [published(one) for one in value]
         if name == "train_file" and value
         else published(value)
-        if name in ("model", "teacher", "output_dir", "train_dir", "image_dir") and value
+        if name in ("model", "teacher", "teacher_cache", "output_dir", "train_dir", "image_dir") and value
         else value
         for name, value in arguments.items()
     }
@@ -60,6 +61,10 @@ class TrainingLog:
     chunked_loss: whether the loss was made without all logits at once. corpus_tokens, rows, block_size and
     longest_document: of the text, in tokens, of pictures in patches; longest_document is the most that attention spans
     where documents are packed apart. global_batch_size: rows per step.
+
+    precomputed: where the teacher read the rows before training: `key`, the name of what it made of them in
+    `teacher_cache`; its `gib` on disk; the `seconds` of this run that went into it; and the `files_written`, 0 where an
+    earlier run had left them all.
 
     start: what the first rows cost before any step, see `guard.check_start`. steps, tokens: done so far.
     wall_seconds: loading of data, checkpoints and earlier parts of a resumed run included. peak_memory_gib: the most
@@ -89,6 +94,7 @@ class TrainingLog:
     command: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     hardware: dict[str, Any] = field(default_factory=dict)
+    precomputed: dict[str, Any] | None = None
     start: dict[str, float] | None = None
     steps: int = 0
     tokens: int = 0

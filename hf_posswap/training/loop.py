@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -26,6 +27,7 @@ from tqdm import tqdm
 from transformers import SchedulerType, get_scheduler
 
 from ..anatomy import kind
+from ..attention import ATTRIBUTE
 from ..checkpoint import from_pretrained
 from ..errors import PosSwapError, nearest
 from ..patching import carries, patch_model, record_of
@@ -45,11 +47,12 @@ from .checkpoints import (
 )
 from .checks import check_documents_apart, check_parallelism, check_positions_spread, find_objective
 from .data import Batches
-from .distil import Teacher
+from .distil import Taught, Teacher
 from .flops import Meter, peak_tflops
 from .log import FILE as LOG
 from .log import TrainingLog, without_paths
 from .pictures import PictureBatches
+from .precomputed import Precomputed, precompute
 from .sentences import SentenceBatches
 from .trained import Trained, trained
 
@@ -107,19 +110,6 @@ def load(
     return model, tokenizer
 
 
-def load_teacher(arguments: FinetuneArguments) -> PreTrainedModel | None:
-    """The model that teaches, None where nothing is distilled. Raises PosSwapError where there is none to load."""
-    if not arguments.distil:
-        return None
-    folder = arguments.teacher or arguments.model
-    if folder is None:
-        raise PosSwapError(f"distil={arguments.distil:g} needs a teacher; give the folder of the unpatched model")
-    try:
-        return from_pretrained(folder, dtype="auto")
-    except OSError as error:
-        raise PosSwapError(f"teacher={folder!r} cannot be loaded: {error}") from error
-
-
 def finetune(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -156,7 +146,12 @@ def finetune(
             f"fit_tokens={arguments.fit_tokens}: {kind(model)} comes without a fitted swap; give `load` a scheme, or "
             "patch_model fit="
         )
-    if bool(arguments.distil) != (teacher is not None):
+    if arguments.teacher_cache is not None and teacher is not None:
+        raise PosSwapError(
+            f"teacher_cache={arguments.teacher_cache!r}: the teacher is loaded from its folder, where that is needed; "
+            "give finetune none"
+        )
+    if bool(arguments.distil) != (teacher is not None or arguments.teacher_cache is not None):
         raise PosSwapError(f"distil={arguments.distil:g} and a teacher go together; one of them was given")
     if arguments.gradient_checkpointing and not model.supports_gradient_checkpointing:
         raise PosSwapError(f"gradient_checkpointing=True: {kind(model)} does not support it")
@@ -210,7 +205,7 @@ def _prepare(
 ) -> _Run:
     """Losses, optimizer and schedule of a run, spread over its processes."""
     model, blocks = chosen.model, batches.blocks
-    guide, chunked = batches.lay_loss(model, teacher, accelerator.device)
+    guide, chunked, precomputed = _lay_loss(accelerator, model, batches, arguments, teacher)
     log = TrainingLog(
         arguments=without_paths(asdict(arguments)),
         scheme=getattr(model.config, KEY, None),
@@ -226,6 +221,7 @@ def _prepare(
         block_size=arguments.block_size,
         longest_document=blocks.longest_document(),
         global_batch_size=batches.global_batch_size,
+        precomputed=precomputed,
     )
     log.describe_machine(accelerator)
     optimizer = _optimizer(chosen, arguments)
@@ -236,6 +232,8 @@ def _prepare(
             "gradient_accumulation_steps": arguments.gradient_accumulation_steps,
             "gradient_clipping": float(arguments.max_grad_norm),
         }
+        if accelerator.state.deepspeed_plugin.zero_stage == 3:
+            _gather_with_attention(model)
     prepared, optimizer = accelerator.prepare(model, optimizer)
     # not prepared: accelerate would step it once per process
     accelerator.register_for_checkpointing(scheduler)
@@ -256,6 +254,33 @@ def _prepare(
     )
 
 
+def _gather_with_attention(model: PreTrainedModel) -> None:
+    """Have ZeRO-3 gather what a scheme learns inside attention when the attention does its work: no module is called
+    that holds it."""
+    from deepspeed import zero
+
+    for module in model.modules():
+        for attached in vars(module).get(ATTRIBUTE, ()):
+            for parameter in attached.parameters():
+                zero.register_external_parameter(module, parameter)
+
+
+def _lay_loss(
+    accelerator: Accelerator,
+    model: PreTrainedModel,
+    batches: Batches,
+    arguments: FinetuneArguments,
+    teacher: PreTrainedModel | None,
+) -> tuple[Teacher | SentenceTeacher | Precomputed | None, bool, dict[str, Any] | None]:
+    """Have the model return its loss as it is trained: who teaches it, whether that is done without all logits at once,
+    and what the log says of a teacher that has read the rows before.
+    """
+    if arguments.teacher_cache is not None:
+        return precompute(accelerator, model, batches, arguments)
+    guide = None if teacher is None else batches.make_teacher(teacher, model, accelerator.device)
+    return guide, batches.lay_loss(model, None if guide is None else guide.head_on(accelerator.device)), None
+
+
 @dataclass(kw_only=True)
 class _Run:
     accelerator: Accelerator
@@ -268,7 +293,7 @@ class _Run:
     arguments: FinetuneArguments
     log: TrainingLog
     meter: Meter
-    teacher: Teacher | SentenceTeacher | None
+    teacher: Teacher | SentenceTeacher | Precomputed | None
     started: float
 
     @property
@@ -300,6 +325,11 @@ class _Run:
             f"global batch: {log.global_batch_size} rows = {arguments.per_device_train_batch_size} per forward x "
             f"{processes} process(es) x {arguments.gradient_accumulation_steps} accumulation step(s)",
         ]
+        if log.precomputed is not None:
+            lines.append(
+                "teacher: what it makes of the rows is in {key}, {gib:.3g} GiB; {files_written} files of it were "
+                "written now, in {seconds:.0f} s".format(**log.precomputed)
+            )
         if log.start is not None:
             lines.append(
                 "first rows at {tokens} tokens, in {unit}: {unpatched:.4f} before the swap, {swapped:.4f} with "
@@ -338,7 +368,8 @@ class _Run:
     def step(self) -> tuple[int, dict[str, float]]:
         """One optimizer step: the tokens that it read, and its number, loss, learning rate and norm of the gradient."""
         accelerator, arguments = self.accelerator, self.arguments
-        batches = self.batches.of_process(self.log.steps, accelerator.process_index, accelerator.num_processes)
+        place = (self.log.steps, accelerator.process_index, accelerator.num_processes)
+        batches, numbers = self.batches.of_process(*place), self.batches.rows_of_process(*place)
         counts = [self.batches.targets(batch) for batch in batches]
         read = sum(map(self.batches.tokens, batches))
         targets, tokens = accelerator.reduce(torch.tensor([sum(counts), read], device=accelerator.device)).tolist()
@@ -347,12 +378,11 @@ class _Run:
         options = {"use_cache": False} if self.log.objective == "causal" else {}
         totals = torch.zeros(2, device=accelerator.device)  # what is minimised, and the task's cross-entropy
         with self.meter.counting(self.batches.length(self.log.steps), read):
-            for batch, count in zip(batches, counts, strict=True):
+            for batch, rows, count in zip(batches, numbers, counts, strict=True):
                 batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
                 with accelerator.accumulate(self.model):
                     if self.teacher is not None:
-                        with accelerator.autocast():
-                            options["taught"] = self.teacher.read(batch)
+                        options["taught"] = self._taught(batch, rows)
                     output = self.model(**batch, **options)
                     share = output.loss * (count / targets)
                     accelerator.backward(share * undo_means)
@@ -373,6 +403,13 @@ class _Run:
         tasks = {"task_loss": task} if self.teacher is not None and "task" in output else {}
         rest = {"learning_rate": learning_rate, "grad_norm": float(norm)}
         return tokens, {"step": self.log.steps + 1, "loss": loss, **tasks, **rest}
+
+    def _taught(self, batch: dict[str, Tensor], rows: np.ndarray) -> Taught:
+        """What the teacher makes of a batch, or made of those rows."""
+        if isinstance(self.teacher, Precomputed):
+            return self.teacher.read(rows, self.batches.length(self.log.steps), self.accelerator.device)
+        with self.accelerator.autocast():
+            return self.teacher.read(batch)
 
     def finish(self) -> None:
         """Write model, adapters merged into it, tokenizer and log."""

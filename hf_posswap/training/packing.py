@@ -5,6 +5,7 @@ Letters: T tokens of the whole text, N rows, S tokens in a row.
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_left, insort
 
 import numpy as np
@@ -34,6 +35,13 @@ class Stream:
             origin = self._ends[index] - len(self._chunks[index])
             pieces.append(self._chunks[index][max(begin - origin, 0) : end - origin])
         return np.concatenate(pieces).astype(np.int64)
+
+    def digest(self) -> str:
+        """The sha256 of the documents' lengths and of all tokens, as little-endian int64."""
+        digest = hashlib.sha256(self.lengths.astype("<i8").tobytes())
+        for chunk in self._chunks:
+            digest.update(chunk.astype("<i8").tobytes())
+        return digest.hexdigest()
 
 
 class Blocks:

@@ -35,6 +35,8 @@ OF_TEXT = (
     "packing",
     "pose_chunks",
     "pose_length",
+    "teacher",
+    "teacher_cache",
     "text_column",
     "train_dir",
     "train_file",
@@ -155,9 +157,9 @@ class PictureBatches(Batches):
     def check_start(self, model: PreTrainedModel) -> None:
         """None: the model before its swap may not read pictures of this size."""
 
-    def lay_loss(self, model: PreTrainedModel, teacher: None, device: torch.device) -> tuple[None, bool]:
+    def lay_loss(self, model: PreTrainedModel, head: None) -> bool:
         """The model's own loss: one class for each picture is few logits."""
-        return None, False
+        return False
 
     def summary(self, scheme: dict[str, Any] | None) -> str:
         return f"{len(self.blocks):,} pictures of {self.blocks.block_size} patches"

@@ -73,6 +73,8 @@ class SentenceBatches(Batches):
     reads: ClassVar[str] = "text, for one vector"
     unit: ClassVar[str] = "1 - cosine (contrast: nats) per text"
     foreign: ClassVar[tuple[str, ...]] = (*OF_PICTURES, *OF_TOKENS)
+    headed: ClassVar[bool] = False
+    vectors: ClassVar[int] = 1
 
     @classmethod
     def check(
@@ -87,6 +89,11 @@ class SentenceBatches(Batches):
         group, rows = arguments.contrast_rows, arguments.per_device_train_batch_size
         if arguments.distil == 1:
             refuse_given(arguments, ("contrast_rows", "contrast_temperature"), "has no share of the loss with distil=1")
+        if arguments.distil < 1 and arguments.teacher_cache is not None:
+            raise PosSwapError(
+                f"teacher_cache={arguments.teacher_cache!r}: with distil={arguments.distil:g} texts are cropped anew "
+                "in every epoch, so what the teacher reads cannot be read before; use distil=1, or leave it out"
+            )
         if arguments.distil < 1 and (group < 2 or rows % group):
             raise PosSwapError(
                 f"contrast_rows={group}: with distil={arguments.distil:g} texts are told apart, in groups of 2 or more "
@@ -101,17 +108,19 @@ class SentenceBatches(Batches):
     def check_start(self, model: PreTrainedModel) -> dict[str, float] | None:
         return check_vectors(model, self)
 
-    def lay_loss(
-        self, model: PreTrainedModel, teacher: PreTrainedModel | None, device: torch.device
-    ) -> tuple[SentenceTeacher | None, bool]:
+    def make_teacher(self, teacher: PreTrainedModel, model: PreTrainedModel, device: torch.device) -> SentenceTeacher:
+        pad, around = self.tokenizer.pad_token_id, self.blocks.around
+        return make_sentence_teacher(teacher, model, around, pad, self.arguments.pooling, self.teachers(device))
+
+    def lay_loss(self, model: PreTrainedModel, head: None) -> bool:
         """Have the model return its `Losses`, which need no logits."""
         arguments = self.arguments
         temperature, pooling = arguments.contrast_temperature, arguments.pooling
         embed_for_loss(model, SentenceLoss(arguments.distil, arguments.contrast_rows, temperature, pooling))
-        if teacher is None:
-            return None, False
-        pad, around = self.tokenizer.pad_token_id, self.blocks.around
-        return make_sentence_teacher(teacher, model, around, pad, pooling, self.teachers(device)), False
+        return False
+
+    def read_by_teacher(self) -> dict[str, Any]:
+        return super().read_by_teacher() | {"pooling": self.arguments.pooling, "around": self.blocks.around}
 
     def summary(self, scheme: dict[str, Any] | None) -> str:
         blocks = self.blocks

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import PosSwapError
-from .distil import check_teacher, known_length
+from .distil import Taught, check_teacher, known_length
 from .loss import Losses
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ class SentenceLoss:
     temperature: float
     pooling: str
 
-    def __call__(self, states: Tensor, mask: Tensor, taught: Tensor | None) -> Losses:
+    def __call__(self, states: Tensor, mask: Tensor, taught: Taught | None) -> Losses:
         vectors = pool(states, mask, self.pooling)
-        distance = 0.0 if taught is None else (1 - (vectors * taught).sum(-1)).mean()
+        distance = 0.0 if taught is None else (1 - (vectors * taught.reached).sum(-1)).mean()
         if self.weight == 1:
             return Losses(loss=distance)
         contrast = self.contrast(vectors)
@@ -94,9 +94,9 @@ def embed_for_loss(model: PreTrainedModel, loss: SentenceLoss) -> None:
 
 
 def _forward(own: Callable[..., Any], loss: SentenceLoss) -> Callable[..., Losses]:
-    """A method that takes input_ids and attention_mask, (N, S), and the teacher's vectors, (N, E)."""
+    """A method that takes input_ids and attention_mask, (N, S), and what the teacher made of them."""
 
-    def forward(self: nn.Module, input_ids: Tensor, attention_mask: Tensor, taught: Tensor | None = None) -> Losses:
+    def forward(self: nn.Module, input_ids: Tensor, attention_mask: Tensor, taught: Taught | None = None) -> Losses:
         states = own(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         return loss(states, attention_mask, taught)
 
@@ -123,7 +123,7 @@ class SentenceTeacher:
     device: torch.device
 
     @torch.no_grad()
-    def read(self, batch: dict[str, Tensor]) -> Tensor:
+    def read(self, batch: dict[str, Tensor]) -> Taught:
         """Its vectors (N, E) of a batch's texts, float32, on the batch's device; as many windows at once as texts."""
         texts = [row[mask.bool()] for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
         windows = [(text, window) for text, ids in enumerate(texts) for window in self.windows(ids)]
@@ -135,7 +135,10 @@ class SentenceTeacher:
         shares = torch.cat(vectors) * torch.tensor([[len(window)] for _, window in windows], device=self.device)
         owner = torch.tensor([text for text, _ in windows], device=self.device)
         total = torch.zeros(len(texts), shares.shape[1], device=self.device).index_add_(0, owner, shares)
-        return F.normalize(total, dim=-1).to(batch["input_ids"].device)
+        return Taught(F.normalize(total, dim=-1).to(batch["input_ids"].device))
+
+    def head_on(self, device: torch.device) -> None:
+        """None: vectors are compared as they are."""
 
     def windows(self, ids: Tensor) -> list[Tensor]:
         """A text of special tokens around others, cut into such ones of at most `length`."""
