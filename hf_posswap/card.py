@@ -95,7 +95,7 @@ def card(
         _backed(TRAINING, _training, facts),
         _backed(EVALUATION, _evaluation, facts),
         *([] if facts.recovery is None else [_backed(RECOVERY, _recovery, facts)]),
-        _limits(facts),
+        _backed(RECOVERY, _limits, facts),
         _use(facts),
     ]
     return "\n\n".join(sections) + "\n"
@@ -303,8 +303,10 @@ def _evaluation(facts: Facts) -> str:
     from .evaluation.report import short_cost
 
     report = facts.evaluation
-    if report is None:
+    if report is None and facts.recovery is None:
         return "## Evaluation\n\nNot evaluated: no number is claimed."
+    if report is None:
+        return "## Evaluation\n\nNot evaluated but for the losses below."
     series = report["series"]
     heads = [one["name"] + (f" ({one['stage']} fine-tuning)" if one["stage"] else "") for one in series]
     lengths = sorted({point["length"] for one in series for point in one["points"]})
@@ -355,6 +357,7 @@ def _limits(facts: Facts) -> str:
     if facts.training is None and not scheme.keeps_function:
         limits.append("It was not trained with these positions: fine-tune it before use.")
     measured = [point["length"] for one in (facts.evaluation or {"series": []})["series"] for point in one["points"]]
+    measured += [int(length) for cell in (facts.recovery or {"cells": []})["cells"] for length in cell["lengths"]]
     if not measured:
         limits.append("What the swap costs was not measured at any length.")
     elif max(measured) < record.length:

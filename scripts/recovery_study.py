@@ -119,7 +119,7 @@ class Study:
 
     def __init__(self, given: StudyArguments) -> None:
         self.given, self.folder = given, Path(given.work_dir)
-        self.kept = self.folder / "models" / f"{KEPT.model}-{KEPT.scheme}"
+        self.kept = self.folder / "models" / f"demo-{KEPT.model}-{KEPT.scheme}"
         self.subjects: dict[str, Subject] = {}
 
     def cells(self) -> list[Cell]:

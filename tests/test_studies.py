@@ -153,7 +153,7 @@ def test_the_recovery_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch
     assert cold["fit"] is None
     assert f"| t5 | cold | {cold['curve'][0][1]:.3f} |" in (tmp_path / "docs" / "table.md").read_text()
     assert (tmp_path / "docs" / "recovery.png").stat().st_size > 10_000
-    kept = tmp_path / "work" / "models" / "bert-t5"
+    kept = tmp_path / "work" / "models" / "demo-bert-t5"
     assert describe(from_pretrained(kept)).fit.tokens == 1024
     assert f"| t5 | cold | {cold['curve'][0][1]:.3f} |" in (kept / "README.md").read_text().split("## Recovery")[1]
     assert (kept / "recovery.png").is_file()
