@@ -11,7 +11,7 @@ from typing import Any
 
 from .errors import PosSwapError
 from .profile import Fit
-from .record import FIT, KEY, NATIVE, Record
+from .record import DIGEST, FIT, KEY, NATIVE, Record, digest
 from .runs import replacing
 from .scheme import Scheme, scheme_of
 from .serving import serving
@@ -342,6 +342,8 @@ def _recovery(facts: Facts) -> str:
     from .evaluation.recovery import table
 
     study = facts.recovery
+    if study[DIGEST] != digest({key: value for key, value in study.items() if key != DIGEST}):
+        raise PosSwapError(f"{RECOVERY} was changed after it was written; let the study write it again")
     return (
         "## Recovery\n\nThe same swap brought back in other ways, on the same text with the same optimiser: loss held "
         f"out, in {study['unit']}; means over seeds [lowest, highest]. Before the swap it was {study['loss']:.3f}, at "

@@ -230,6 +230,7 @@ class Study:
         from hf_posswap import runs
         from hf_posswap.card import RECOVERY, record_in, write_card
         from hf_posswap.evaluation.recovery import plot_recovery
+        from hf_posswap.record import DIGEST, digest
 
         record, facts = record_in(self.kept), results["models"][KEPT.model]
         cells = [cell for cell in results["cells"] if (cell["model"], cell["scheme"]) == (KEPT.model, KEPT.scheme)]
@@ -242,7 +243,7 @@ class Study:
             **{key: results[key] for key in ("unit", "hardware", "versions")},
             **{key: facts[key] for key in ("loss", "length")},
         }
-        runs.write_json(self.kept / RECOVERY, of_swap)
+        runs.write_json(self.kept / RECOVERY, of_swap | {DIGEST: digest(of_swap)})
         plot_recovery(cells, self.kept / of_swap["plot"], {KEPT.model: facts["loss"]})
         print(f"\nwritten  {write_card(self.kept)}")
 

@@ -171,8 +171,8 @@ def plot_recovery(cells: Sequence[dict[str, Any]], path: str | os.PathLike, base
         axes.tick_params(labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(True, color="0.9", linewidth=0.8)
-    figure.legend(
-        handles.values(), handles, loc="outside lower center", ncols=len(handles), frameon=False, handlelength=4
-    )
+    across = min(len(handles), 2 * columns)
+    look = {"ncols": across, "frameon": False, "handlelength": 3, "fontsize": 8}
+    figure.legend(handles.values(), handles, loc="outside lower center", **look)
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png")
