@@ -190,12 +190,12 @@ def test_refused_and_untouched(tower: str, params: dict, reason: str):
         ("ViTMAEForPreTraining", "ViTMAEConfig", {"decoder_hidden_size": 16}, "another table of positions"),
         ("VideoMAEModel", "VideoMAEConfig", {"num_frames": 4}, "no site"),
         ("BeitModel", "BeitConfig", {"use_relative_position_bias": True}, "give learned alone, with .*='keep'"),
-        ("PixtralVisionModel", "PixtralVisionConfig", {}, "images of every size as they come; leave image_size out"),
+        ("Gemma4VisionModel", "Gemma4VisionConfig", {}, "images of every size as they come; leave image_size out"),
         ("TimesformerModel", "TimesformerConfig", {"num_frames": 4}, "another table of positions at .*time_embeddings"),
         ("Sam3ViTModel", "Sam3ViTConfig", {}, "hands layers.0.attention a rotation too"),
         ("SwinModel", "SwinConfig", SWIN, "no site this package recognises: .* bias within windows at .*which shift"),
     ],
-    ids=["yolos", "mae decoder", "videomae", "beit", "pixtral", "timesformer", "sam3", "swin"],
+    ids=["yolos", "mae decoder", "videomae", "beit", "gemma4", "timesformer", "sam3", "swin"],
 )
 def test_model_that_is_not_understood_is_refused(model: str, config: str, settings: dict, reason: str):
     built = getattr(transformers, model)(getattr(transformers, config)(**IMAGE | settings))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,8 +34,8 @@ def sizes(new: Plan, table: TableSite) -> tuple[Size | None, Size | None]:
 
 
 def frames(anatomy: Anatomy) -> list[TableSite]:
-    """What can read patches of another picture: every table of them, or where there would be one: BEiT's and DINOv3's
-    embeddings, which hold none.
+    """What can read patches of another picture: every table of them, or what there is without one: BEiT's embeddings
+    where it has a bias alone, and what holds the patch convolution of a model that rotates by itself (DINOv3, Pixtral).
     """
     if anatomy.tables:
         return [table for table in anatomy.tables if table.grid is not None]
@@ -43,14 +44,20 @@ def frames(anatomy: Anatomy) -> list[TableSite]:
         patches = getattr(owner, "patch_embeddings", None)
         if getattr(owner, "position_embeddings", owner) is None and hasattr(patches, "num_patches"):
             size, patch, name = pair(patches.image_size), pair(patches.patch_size), "position_embeddings"
-        elif anatomy.turning and isinstance(patches, nn.Conv2d) and is_patch_convolution(patches):
-            size, patch, name = pair(config.image_size), patches.kernel_size, "patch_embeddings"
+        elif anatomy.turning and (name := _patch_child(owner)) is not None:
+            size, patch = pair(config.image_size), getattr(owner, name).kernel_size
         else:
             continue
         grid = size[0] // patch[0], size[1] // patch[1]
         where = f"{path}.{name}".lstrip(".")
         found.append(TableSite("vit", where, owner, name, 0, True, config, grid=grid, patch=patch))
     return found
+
+
+def _patch_child(owner: nn.Module) -> str | None:
+    """The name of a convolution right below a module, if it embeds patches."""
+    convolutions = ((name, child) for name, child in owner.named_children() if isinstance(child, nn.Conv2d))
+    return next((name for name, child in convolutions if is_patch_convolution(child)), None)
 
 
 def resize_frames(new: Plan, scheme: Scheme) -> None:
@@ -66,12 +73,14 @@ def resize_frames(new: Plan, scheme: Scheme) -> None:
             f"{scheme}: {kind(new.anatomy.model)} has no table of positions, and {has} of its own; give {scheme.name} "
             f"alone{kept}, to have that resized"
         )
-    for path, module in new.anatomy.turning.items():
-        for key, value in plain_state(type(module)(new.text)).items():
-            new.replace(module, key, value, path)
     for frame in frames(new.anatomy):
         resize_picture(new, frame)
         new.length = math.prod(sizes(new, frame)[0])
+    for path, module in new.anatomy.turning.items():
+        with _told(new, module):
+            fresh = type(module)(new.text)
+        for key, value in (plain_state(fresh) | fresh._buffers).items():
+            new.replace(module, key, value, path)
 
 
 def refuse_picture(new: Plan) -> None:
@@ -162,19 +171,25 @@ def _write_sizes(new: Plan, table: TableSite, grid: Size, patch: Size) -> None:
         new.set_config("num_frames", size[0])
 
 
+@contextmanager
+def _told(new: Plan, module: nn.Module) -> Iterator[None]:
+    """Raise PosSwapError for whatever constructors and forwards of transformers raise at sizes they cannot take."""
+    try:
+        yield
+    except Exception as error:
+        raise PosSwapError(
+            f"{new.scheme}: {kind(module)} cannot be built with {new.picture} and read such a picture: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
 def _rebuild(new: Plan, table: TableSite, grid: Size, patch: Size) -> None:
     """What a twin, built from the new config, computed for itself; the twin must take a picture of the new size."""
     height, width = (n * side for n, side in zip(grid[-2:], patch[-2:], strict=True))
     frames = () if len(grid) == 2 else (grid[0] * patch[0],)
-    try:
-        with torch.device("meta"), torch.no_grad():
-            twin = type(table.owner)(new.text)
-            twin(torch.empty(1, *frames, new.text.num_channels, height, width))
-    except Exception as error:  # constructors and forwards of transformers raise anything at sizes they cannot take
-        raise PosSwapError(
-            f"{new.scheme}: {kind(table.owner)} cannot be built with {new.picture} and read such a picture: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    with _told(new, table.owner), torch.device("meta"), torch.no_grad():
+        twin = type(table.owner)(new.text)
+        twin(torch.empty(1, *frames, new.text.num_channels, height, width))
     path = table.path.rpartition(".")[0]
     for (name, live), fresh in zip(table.owner.named_modules(prefix=path), twin.modules(), strict=True):
         if live is not table.holder[0] or live is table.owner:  # the table's own size goes with its rows
