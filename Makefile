@@ -50,11 +50,11 @@ pictures: $(VENV)/run  ## every scheme draws itself into docs/pictures
 
 docs: readme pictures  ## every table and picture that is made from the code
 
-studies: $(VENV)/run  ## the studies of docs/, an hour and a half on one core
+studies: $(VENV)/run  ## the studies of docs/, five hours on one core; each goes on where it was stopped
 	$(RUN) scripts/longrope_study.py --output_dir docs/longrope
 	$(RUN) scripts/dilution.py --output_dir docs/dilution
 	$(RUN) scripts/fixed_or_learned.py --output_dir docs/fixed_or_learned
-	$(RUN) scripts/recovery_study.py --output_dir docs/recovery
+	$(RUN) scripts/recovery_study.py --output_dir docs/recovery --scratch_seeds 1
 	$(RUN) scripts/document_study.py --output_dir docs/documents
 	$(RUN) scripts/image_study.py --output_dir docs/images
 
