@@ -50,7 +50,7 @@ pictures: $(VENV)/run  ## every scheme draws itself into docs/pictures
 
 docs: readme pictures  ## every table and picture that is made from the code
 
-studies: $(VENV)/run  ## the studies of docs/, five hours on one core; each goes on where it was stopped
+studies: $(VENV)/run  ## the studies of docs/, five hours on one core
 	$(RUN) scripts/longrope_study.py --output_dir docs/longrope
 	$(RUN) scripts/dilution.py --output_dir docs/dilution
 	$(RUN) scripts/fixed_or_learned.py --output_dir docs/fixed_or_learned
