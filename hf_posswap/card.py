@@ -95,7 +95,7 @@ def card(
         _backed(TRAINING, _training, facts),
         _backed(EVALUATION, _evaluation, facts),
         *([] if facts.recovery is None else [_backed(RECOVERY, _recovery, facts)]),
-        _backed(RECOVERY, _limits, facts),
+        _limits(facts),
         _use(facts),
     ]
     return "\n\n".join(sections) + "\n"
@@ -359,7 +359,8 @@ def _limits(facts: Facts) -> str:
     if facts.training is None and not scheme.keeps_function:
         limits.append("It was not trained with these positions: fine-tune it before use.")
     measured = [point["length"] for one in (facts.evaluation or {"series": []})["series"] for point in one["points"]]
-    measured += [int(length) for cell in (facts.recovery or {"cells": []})["cells"] for length in cell["lengths"]]
+    cells = (facts.recovery or {"cells": []})["cells"]
+    measured += [int(length) for cell in cells for length, loss in cell["lengths"].items() if loss is not None]
     if not measured:
         limits.append("What the swap costs was not measured at any length.")
     elif max(measured) < record.length:

@@ -18,7 +18,7 @@ from .planning.plan import config_path
 from .planning.table import had_key, held_by
 from .profile import Fit
 from .record import FIT, FOREIGN_ROPE_TYPE, NATIVE, PORTABLE, Record
-from .scheme import Scheme, name_of, scheme_of
+from .scheme import Scheme, name_of, scheme_of, silenced_by
 from .serving import Served, serving
 from .sites import BIAS, EMBED, KEEP, RELATIVE, ROTARY, ROTARY_2D, SILENCE, SPATIAL
 
@@ -306,9 +306,7 @@ def silenced(anatomy: Anatomy, record: Record | None, site: str) -> bool:
     """Whether one of the model's own sites was silenced by a swap that put nothing like it there."""
     if record is None:
         return False
-    scheme = scheme_of(record)
-    reframed = record.picture is not None
-    return site in scheme.silences(anatomy.sites, record.biases.get(RELATIVE), reframed) - scheme.sites
+    return site in silenced_by(record, anatomy.sites) - scheme_of(record).sites
 
 
 def _number(value: Any) -> str:

@@ -20,13 +20,13 @@ from .attention import ATTRIBUTE, Attached
 from .calibration import Images, Rows
 from .edits import Replace
 from .errors import PosSwapError, nearest
+from .fitting_rotation import Heard, choose, refuse_unturnable, write
 from .grid import Grid
 from .listening import Contents, listen, replaced_bias, turns
 from .planning.images import is_image, patch_embedding, trained_grid
 from .planning.plan import Plan, trained_length
 from .profile import Fit, Pairs, Tally
 from .record import FIT
-from .rotating import Heard, choose, refuse_unturnable, write
 from .scheme import registry
 from .sites import EMBED, RELATIVE
 

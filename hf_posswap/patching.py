@@ -24,7 +24,7 @@ from .planning.plan import Plan
 from .planning.rotary import keep_dtype, pairing_edits, rotary_edits, rotary_geometry, scaled_layer_types
 from .record import FIT, KEY, PORTABLE, Record, config_values, owner_of
 from .saving import save_edit
-from .scheme import Scheme, make_scheme, scheme_of
+from .scheme import Scheme, make_scheme, scheme_of, silenced_by
 from .sites import BIAS, EMBED, RELATIVE, ROTARY, SILENCE, SPATIAL
 
 ATTRIBUTE = "_posswap"
@@ -263,7 +263,7 @@ def _replaced_sites(anatomy: Anatomy, record: Record) -> frozenset[str]:
     scheme, native = scheme_of(record), anatomy.sites
     replaced = frozenset() if record.picture is None else frozenset({EMBED, BIAS})
     if record.layers is None:
-        replaced |= scheme.silences(native, record.biases.get(RELATIVE), record.picture is not None)
+        replaced |= silenced_by(record, native)
         replaced |= frozenset() if scheme.stacks else (scheme.sites & native) - scheme.sites_in_attention(native)
     numbers = {EMBED: anatomy.tables, BIAS: anatomy.bias is not None and anatomy.bias.tables, ROTARY: True}
     lost = frozenset(site for site in replaced if numbers.get(site))
@@ -272,8 +272,7 @@ def _replaced_sites(anatomy: Anatomy, record: Record) -> frozenset[str]:
 
 def silent_biases(anatomy: Anatomy, record: Record) -> list[BiasTable]:
     """The tables of biases, in tokens and on the page, that a recorded swap silenced."""
-    reframed = record.picture is not None
-    silenced = scheme_of(record).silences(anatomy.sites, record.biases.get(RELATIVE), reframed)
+    silenced = silenced_by(record, anatomy.sites)
     tables = anatomy.bias.tables.items() if BIAS in silenced and anatomy.bias is not None else ()
     found = [table for path, table in tables if anatomy.is_in(path, record.layers)]
     spatial = anatomy.page.spatial if record.biases.get(SPATIAL) == SILENCE else {}

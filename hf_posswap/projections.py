@@ -66,7 +66,7 @@ class TracingEar:
         if len(rows) != len(vector) or (gradient[rows] != gradient[rows[0]]).any():
             raise PosSwapError(
                 f"fit= writes positions into the layers that make queries and keys, and those of {kind(self.module)} "
-                "are not rows of a linear layer; leave it out"
+                "are not rows of a linear layer of their own; leave it out"
             )
         index, place = torch.arange(len(vector), device=vector.device), torch.zeros_like(rows)
         for bit in range(len(vector).bit_length()):

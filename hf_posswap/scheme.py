@@ -15,6 +15,7 @@ from .sites import (
     BIAS,
     EMBED,
     KEEP,
+    RELATIVE,
     ROTARY,
     BiasChange,
     BiasGeometry,
@@ -197,6 +198,11 @@ def named(scheme: Scheme, layers: Sequence[int] | None, ndim: int | None = None,
     rows = "" if ndim is None else ", row by row"
     where = "" if layers is None else f" in layers {', '.join(map(str, layers))}"
     return f"{scheme}{rows}{where}" + (f" at {picture}" if picture else "")
+
+
+def silenced_by(record: Record, native: frozenset[str]) -> frozenset[str]:
+    """Those of a model's own sites that a recorded swap had stop."""
+    return scheme_of(record).silences(native, record.biases.get(RELATIVE), record.picture is not None)
 
 
 def name_of(record: Record) -> str:

@@ -22,6 +22,7 @@ INSTALLED = MODE in ("package", "together")
 if not INSTALLED:
     sys.meta_path.insert(0, _NotInstalled())
 
+# below the import hook, which has to be there first
 import json  # noqa: E402
 import runpy  # noqa: E402
 

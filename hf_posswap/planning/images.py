@@ -75,12 +75,17 @@ def trained_grid(anatomy: Anatomy) -> tuple[int, int]:
     return height, width
 
 
+def patches_read(new: Plan) -> int:
+    """How many patches a picture has from now on, in models without a table of them."""
+    framed = frames(new.anatomy)
+    return math.prod(sizes(new, framed[0])[0] if framed else trained_grid(new.anatomy))
+
+
 def silence_turning(new: Plan, scheme: Scheme) -> None:
     """The module that hands all layers their rotation hands them none."""
     for path, module in new.anatomy.turning.items():
         new.edits.append(Hook(module, unturned, path, after=True))
-    framed = frames(new.anatomy)
-    new.length = math.prod(sizes(new, framed[0])[0] if framed else trained_grid(new.anatomy))
+    new.length = patches_read(new)
     new.guard()
     new.storage = PORTABLE
     new.effective = True

@@ -33,6 +33,7 @@ def limit_edits(
         before = {path.rpartition(".")[2]: value for path, value in original.items()}
         check_processor(processor, model, config, before)
         edits += _image_limits(processor, *_pair(config.image_size))
+        edits += _patch_limits(processor, config)
         edits += _channel_limits(processor, getattr(config, "num_channels", 3))
     return [edit for edit in edits if not same(edit.current, edit.value)]
 
@@ -88,7 +89,21 @@ def _takes(model: Any, config: Any, size: tuple[int, int]) -> bool:
 
 
 def _pair(size: Any) -> tuple[int, ...]:
+    """(height, width) of one number, two, or transformers' dict of them."""
+    if not isinstance(size, (int, list, tuple)):
+        size = dict(size)
+        return size["height"], size["width"]
     return tuple(size) if isinstance(size, (list, tuple)) else (size, size)
+
+
+def _patch_limits(processor: Any, config: Any) -> list[Replace]:
+    """The patches that it makes pictures multiples of, where it does."""
+    old = getattr(processor, "patch_size", None)
+    if old is None or _pair(old) == _pair(config.patch_size):
+        return []
+    height, width = _pair(config.patch_size)
+    one = height if isinstance(old, int) else type(old)(height=height, width=width)
+    return [Replace(processor, "patch_size", one, "processor")]
 
 
 def _channel_limits(processor: Any, channels: int) -> list[Replace]:
@@ -117,8 +132,12 @@ def check_tokenizer(tokenizer: Any, model: Any) -> None:
 
 
 def _image_limits(processor: Any, height: int, width: int) -> list[Replace]:
-    """What it resizes to; where it crops, what it crops to, from an image as much larger as it was before."""
+    """What it resizes to, or no picture exceeds; where it crops, what it crops to, from an image as much larger as it
+    was before.
+    """
     exact = {"height": height, "width": width}
+    if dict(processor.size).get("longest_edge") is not None:
+        return [Replace(processor, "size", type(processor.size)(longest_edge=max(height, width)), "processor")]
     if not getattr(processor, "do_center_crop", False):
         return [Replace(processor, "size", type(processor.size)(**exact), "processor")]
     crop, edge = processor.crop_size, dict(processor.size).get("shortest_edge")

@@ -176,7 +176,7 @@ def _told(new: Plan, module: nn.Module) -> Iterator[None]:
     """Raise PosSwapError for whatever constructors and forwards of transformers raise at sizes they cannot take."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # theirs to choose: TypeError, ValueError, RuntimeError and more were seen
         raise PosSwapError(
             f"{new.scheme}: {kind(module)} cannot be built with {new.picture} and read such a picture: "
             f"{type(error).__name__}: {error}"

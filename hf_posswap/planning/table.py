@@ -22,8 +22,8 @@ from ..positions import SINCOS, resize_grid, root_mean_square, sincos_grid
 from ..record import KEY, PORTABLE
 from ..scheme import Scheme
 from ..sites import EmbedChange, EmbedGeometry
-from .images import is_image, trained_grid
-from .picture import frames, resize_picture, sizes
+from .images import is_image, patches_read
+from .picture import resize_picture, sizes
 from .plan import Plan, plain_state, refuse_quantised, trained_length
 
 STREAMS = ("hc_mult", "hc_count")  # where configs of models with hyper-connections count the streams between layers
@@ -277,8 +277,7 @@ def silence_bias(new: Plan, scheme: Scheme) -> None:
         zeros = nn.Parameter(torch.zeros_like(resized.get(id(table.owner), table.weight)), requires_grad=False)
         new.edits.append(Replace(table.owner, table.attribute, zeros, path))
     if is_image(new.anatomy):
-        framed = frames(new.anatomy)
-        new.length = math.prod(sizes(new, framed[0])[0] if framed else trained_grid(new.anatomy))
+        new.length = patches_read(new)
     new.effective = True
 
 

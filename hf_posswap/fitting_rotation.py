@@ -1,4 +1,4 @@
-"""Rotating: fitting a rotation of queries and keys that takes the place of a table of positions.
+"""Fitting a rotation of queries and keys that takes the place of a table of positions.
 
 A rotation turns what a head's queries and keys say, and a model trained without it has put nothing there that may be
 turned. So each head gives up a few dimensions: from then on they hold a constant query and a constant key, and what is

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from hf_posswap import PosSwapError, describe, patch_model, rotating
+from hf_posswap import PosSwapError, describe, fitting_rotation, patch_model
 from hf_posswap.anatomy import examine
 from hf_posswap.patching import carries
 from hf_posswap.profile import Profile
@@ -76,7 +76,7 @@ def test_a_table_of_waves_is_fitted_to_the_model_itself(family, monkeypatch):
     Vectors of positions (cos, sin, -cos, -sin) keep their norm and mean, so that a norm before attention scales them
     alike; queries and keys that read nothing else make the waves that a rotation makes. Attention is then as it was.
     """
-    monkeypatch.setattr(rotating, "BEYOND", 0.0)
+    monkeypatch.setattr(fitting_rotation, "BEYOND", 0.0)
     model = SOURCES[family]()
     table = examine(model).table
     count = 2 * PAIRS
@@ -120,11 +120,11 @@ def test_waves_stay_level_where_no_text_was(causal, monkeypatch):
     even = torch.ones_like(mean)
 
     def fitted(beyond: float) -> tuple[float, float]:
-        monkeypatch.setattr(rotating, "BEYOND", beyond)
-        waves = rotating.Waves.fitted(Profile(distance, mean, even, even), 60.0 ** (-torch.arange(12) / 12))
+        monkeypatch.setattr(fitting_rotation, "BEYOND", beyond)
+        waves = fitting_rotation.Waves.fitted(Profile(distance, mean, even, even), 60.0 ** (-torch.arange(12) / 12))
         return waves.at(torch.arange(-160, -40)).std().item(), (waves.at(distance) - mean).std().item()
 
-    (level, still_near), (free, near) = fitted(rotating.BEYOND), fitted(0.0)
+    (level, still_near), (free, near) = fitted(fitting_rotation.BEYOND), fitted(0.0)
     assert near < still_near < 0.5
     assert level < 0.8 < 1.2 < free
 
@@ -219,10 +219,22 @@ def test_it_is_better_than_cold_before_any_step():
     assert loss(models["fit"], twice) < losses["fit"] + 0.1 < loss(models["cold"], twice)
 
 
+@pytest.mark.parametrize("keys", [False, True])
+def test_layers_that_are_one_are_refused(keys):
+    """Queries of two layers, or queries and keys of one: the rows would have to hold two things."""
+    model = FAMILIES["bert"].build()
+    first, second = (layer.attention.self for layer in model.bert.encoder.layer)
+    setattr(first, "key" if keys else "query", first.query if keys else second.query)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(PosSwapError, match="are not rows of a linear layer of their own"):
+        patch_model(model, "rope", fit=TEXT)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 REFUSED = [
     ("bert", {"partial_rotary_factor": 1.0}, "these are all; give a smaller share, or none"),
     ("llama", {"rope_theta": 2e4}, "text chooses it where it takes the place of a table of positions"),
-    ("squeezebert", {}, "those of SqueezeBertSelfAttention are not rows of a linear layer"),
+    ("squeezebert", {}, "those of SqueezeBertSelfAttention are not rows of a linear layer of their own"),
     ("layoutlmv2", {}, "into the bias of the layers that make queries and keys, and Linear has none"),
     ("t5_encoder", {}, "to a table of positions of text, and .* has none"),
     ("vit", {"ndim": 1}, "has images"),
